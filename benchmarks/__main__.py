@@ -1,8 +1,10 @@
-"""``python -m benchmarks [--quick] [--json FILE] [--only PART ...]``: measure all parts on temporary servers and print the
-figures; exit with 1 if a target of ``benchmarks/targets.py`` is missed or was not measured.
+"""``python -m benchmarks [--quick] [--json FILE] [--only PART ...]``: measure all parts on
+temporary servers and print the figures; exit with 1 if a target of ``benchmarks/targets.py`` is
+missed or was not measured.
 
-Each part runs in a separate process. If a part fails, the results contain its error, and the other parts still run. Figures
-that are compared are measured in the same run, in turns, because machines differ and the load of a machine changes.
+Each part runs in a separate process. If a part fails, the results contain its error, and the other
+parts still run. Figures that are compared are measured in the same run, in turns, because machines
+differ and the load of a machine changes.
 """
 
 import argparse
@@ -28,17 +30,27 @@ ROOT = Path(__file__).parent.parent
 
 def main() -> None:
     """Measure, print the figures, and exit with 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Smaller tables, fewer rounds: to see that it works.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="Smaller tables, fewer rounds: to see that it works."
+    )
     parser.add_argument("--json", type=Path, help="Where the figures go.")
     parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=PARTS, help="Some of the parts; the targets of others are missed."
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="Some of the parts; the targets of others are missed.",
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     stop_in_order()
     if options.part:
-        options.json.write_text(json.dumps(import_module(f"benchmarks.{options.part}").measure(options.quick)))
+        options.json.write_text(
+            json.dumps(import_module(f"benchmarks.{options.part}").measure(options.quick))
+        )
         return
     results = measured(options.only, options.quick)
     if options.json:
@@ -54,7 +66,10 @@ def measured(parts: tuple[str, ...], quick: bool) -> dict[str, Any]:
         print(f"{part}: begins", flush=True)
         results[part] = _measured_apart(part, quick)
         results["seconds"][part] = round(time.monotonic() - start)
-        print(f"{part}: {results[part].get('error', 'measured')}, {results['seconds'][part]} s", flush=True)
+        print(
+            f"{part}: {results[part].get('error', 'measured')}, {results['seconds'][part]} s",
+            flush=True,
+        )
     results["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     return results
 
@@ -74,7 +89,16 @@ def machine() -> dict[str, Any]:
 def _measured_apart(part: str, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         answer = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "benchmarks", "--part", part, "--json", answer, *(["--quick"] if quick else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "--part",
+            part,
+            "--json",
+            answer,
+            *(["--quick"] if quick else []),
+        ]
         process = subprocess.Popen(command, cwd=ROOT)
         try:
             status = process.wait(PATIENCE_SECONDS)
@@ -96,7 +120,10 @@ def verdict(results: dict[str, Any]) -> int:
         figure = target.measured(results)
         shown = "-" if figure is None else f"{figure:g}"
         bound = "at least" if target.at_least else "at most"
-        print(f"{'ok    ' if target.met(results) else 'MISSED'} {target.name:72} {shown:>8}  {bound} {target.limit:g}")
+        print(
+            f"{'ok    ' if target.met(results) else 'MISSED'} {target.name:72} {shown:>8}  {bound}"
+            f" {target.limit:g}"
+        )
     failures = missed(results)
     print(f"bench: FAILED {len(failures)}" if failures else "bench: ok")
     return int(bool(failures))

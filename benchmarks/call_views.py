@@ -1,4 +1,5 @@
-"""The views whose function calls are counted. Each inserts one row, with the ORM and in a transaction."""
+"""The views whose function calls are counted. Each inserts one row, with the ORM and in a
+transaction."""
 
 from uuid import uuid4
 

@@ -118,7 +118,9 @@ def _request(key: str) -> Any:
     from django.test import RequestFactory
 
     headers = {"Idempotency-Key": key}
-    request: Any = RequestFactory().post("/", BODY, content_type="application/json", headers=headers)
+    request: Any = RequestFactory().post(
+        "/", BODY, content_type="application/json", headers=headers
+    )
     request.user = User(pk=1)
     return request
 

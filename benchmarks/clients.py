@@ -1,7 +1,7 @@
 """Clients over a unix socket, each with a thread and a persistent connection.
 
-The clients implement only the necessary part of HTTP, because they share the cores with the server, and their processor time
-is part of each measurement.
+The clients implement only the necessary part of HTTP, because they share the cores with the server,
+and their processor time is part of each measurement.
 """
 
 import socket
@@ -17,14 +17,15 @@ from uuid import uuid4
 BODY = '{"amount": 2000, "currency": "usd"}'
 
 _REQUEST = (
-    "POST /{path}/ HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
-    "Idempotency-Key: {key}\r\n\r\n{body}"
+    "POST /{path}/ HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length:"
+    " {length}\r\nIdempotency-Key: {key}\r\n\r\n{body}"
 )
 
 
 @dataclass
 class Load:
-    """The results of clients: responses by status, the seconds of each request, and the seconds of the whole run."""
+    """The results of clients: responses by status, the seconds of each request, and the seconds of
+    the whole run."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     taken: list[float] = field(default_factory=list)
@@ -33,7 +34,10 @@ class Load:
     @property
     def answers(self) -> float:
         """Return the number of 2xx responses per second."""
-        return sum(count for status, count in self.statuses.items() if 200 <= status < 300) / self.seconds
+        return (
+            sum(count for status, count in self.statuses.items() if 200 <= status < 300)
+            / self.seconds
+        )
 
 
 class Client:
@@ -46,7 +50,9 @@ class Client:
 
     def post(self, path: str, key: str) -> int:
         """Send a request and read its answer; return the status."""
-        self._socket.sendall(_REQUEST.format(path=path, length=len(BODY), key=key, body=BODY).encode())
+        self._socket.sendall(
+            _REQUEST.format(path=path, length=len(BODY), key=key, body=BODY).encode()
+        )
         received = b""
         while not _complete(received):
             if not (more := self._socket.recv(65536)):
@@ -71,7 +77,8 @@ def _complete(received: bytes) -> bool:
 
 
 def run(path: Path, view: str, count: int, seconds: float, *, repeat: str = "") -> Load:
-    """Let ``count`` clients send requests for ``seconds``: each with a new key, or all with the key ``repeat``.
+    """Let ``count`` clients send requests for ``seconds``: each with a new key, or all with the key
+    ``repeat``.
 
     With ``repeat="each"`` each client repeats its own key.
     """
@@ -106,7 +113,10 @@ def run(path: Path, view: str, count: int, seconds: float, *, repeat: str = "") 
     for thread in threads:
         thread.join()
     if failures:
-        raise next((error for error in failures if not isinstance(error, threading.BrokenBarrierError)), failures[0])
+        raise next(
+            (error for error in failures if not isinstance(error, threading.BrokenBarrierError)),
+            failures[0],
+        )
     whole = Load(seconds=time.perf_counter() - begin)
     for load in loads:
         whole.statuses.update(load.statuses)

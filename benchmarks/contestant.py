@@ -1,7 +1,9 @@
-"""One system in a separate process that executes commands: measure a round, or send a number of requests of one kind.
+"""One system in a separate process that executes commands: measure a round, or send a number of
+requests of one kind.
 
-Each system has a separate process, because some systems start threads, and a broken system must not affect the others. Each
-process also measures the bare view, in the same rounds. A ratio is relative to the bare view of the same process.
+Each system has a separate process, because some systems start threads, and a broken system must not
+affect the others. Each process also measures the bare view, in the same rounds. A ratio is relative
+to the bare view of the same process.
 """
 
 import multiprocessing
@@ -19,7 +21,13 @@ from uuid import uuid4
 from benchmarks.ground import server_nanoseconds
 
 #: The modules in ``benchmarks.peers``.
-PEERS = ("idemkit", "django_idempotency_key", "djangorestframework_idempotency_key", "drf_idempotencykey", "dbos")
+PEERS = (
+    "idemkit",
+    "django_idempotency_key",
+    "djangorestframework_idempotency_key",
+    "drf_idempotencykey",
+    "dbos",
+)
 #: The longest wait for an answer. A round, or a start with its migrations, takes seconds.
 PATIENCE_SECONDS = 120
 
@@ -30,7 +38,8 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request: the view, the function that creates the request, and the expected status."""
+    """One kind of request: the view, the function that creates the request, and the expected
+    status."""
 
     view: Callable[[Any], Any]
     make: Callable[[], Any]
@@ -42,7 +51,8 @@ class Taken(NamedTuple):
 
     #: The time of each request.
     microseconds: list[float]
-    #: The processor time of one request, in the process of the system and in the processes of PostgreSQL.
+    #: The processor time of one request, in the process of the system and in the processes of
+    #: PostgreSQL.
     client_us: float
     server_us: float
 
@@ -59,7 +69,8 @@ class Contestant:
         theirs.close()
 
     def ask(self, *command: Any) -> Any:
-        """Send a command and return the answer; raise Failed if the command fails, or the process does not answer."""
+        """Send a command and return the answer; raise Failed if the command fails, or the process
+        does not answer."""
         try:
             self._pipe.send(command)
             if not self._pipe.poll(PATIENCE_SECONDS):
@@ -111,7 +122,12 @@ def serve(name: str, pipe: Connection) -> None:
             except BaseException as error:  # The table shows the error, whatever it is.
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {error}"[:500]
-                pipe.send(("error", f"{text} ({where.filename.rpartition('site-packages/')[2]}:{where.lineno})"))
+                pipe.send(
+                    (
+                        "error",
+                        f"{text} ({where.filename.rpartition('site-packages/')[2]}:{where.lineno})",
+                    )
+                )
             else:
                 pipe.send(("answer", answer))
     getattr(system, "close", lambda: None)()
@@ -136,21 +152,28 @@ def cases(system: ModuleType) -> Iterator[dict[str, Case]]:
             found[f"{name} first"] = Case(view, views.request, 201)
             found[f"{name} replay"] = Case(view, lambda known=known: views.request(known), 201)
             if mismatch := getattr(system, "MISMATCH", None):
-                found[f"{name} mismatch"] = Case(view, lambda known=known: views.request(known, "{}"), mismatch)
+                found[f"{name} mismatch"] = Case(
+                    view, lambda known=known: views.request(known, "{}"), mismatch
+                )
             if hold := getattr(system, "HELD", {}).get(name):
                 key = str(uuid4())
                 held.enter_context(hold(key))
-                found[f"{name} conflict"] = Case(view, lambda key=key: views.request(key), getattr(system, "CONFLICT", 409))
+                found[f"{name} conflict"] = Case(
+                    view, lambda key=key: views.request(key), getattr(system, "CONFLICT", 409)
+                )
         yield found
 
 
 def answered(view: Callable[[Any], Any], request: Any, status: int) -> float:
-    """Send the request and return its microseconds; raise RuntimeError if the response has another status."""
+    """Send the request and return its microseconds; raise RuntimeError if the response has another
+    status."""
     start = time.perf_counter()
     response = view(request)
     taken = 1e6 * (time.perf_counter() - start)
     if response.status_code != status:
-        raise RuntimeError(f"answered {response.status_code} instead of {status}: {response.content[:200]!r}")
+        raise RuntimeError(
+            f"answered {response.status_code} instead of {status}: {response.content[:200]!r}"
+        )
     return taken
 
 
@@ -158,7 +181,10 @@ def _versions(system: ModuleType, kept: ExitStack) -> dict[str, str]:
     from idempotency import __version__
 
     ours = system.DISTRIBUTION == "django-idempotency"
-    return {"distribution": system.DISTRIBUTION, "version": __version__ if ours else metadata.version(system.DISTRIBUTION)}
+    return {
+        "distribution": system.DISTRIBUTION,
+        "version": __version__ if ours else metadata.version(system.DISTRIBUTION),
+    }
 
 
 def _round(system: ModuleType, kept: ExitStack, count: int) -> dict[str, Taken]:
@@ -170,7 +196,9 @@ def _round(system: ModuleType, kept: ExitStack, count: int) -> dict[str, Taken]:
             server, client = server_nanoseconds(), time.process_time_ns()
             microseconds = [answered(case.view, request, case.status) for request in requests]
             client = time.process_time_ns() - client
-            servers = sum(now - server.get(process, 0) for process, now in server_nanoseconds().items())
+            servers = sum(
+                now - server.get(process, 0) for process, now in server_nanoseconds().items()
+            )
             taken[name] = Taken(microseconds, client / 1000 / count, servers / 1000 / count)
     return taken
 
@@ -181,7 +209,8 @@ def _kinds(system: ModuleType, kept: ExitStack) -> list[str]:
 
 
 def _get_set(system: ModuleType, kept: ExitStack, kind: str, count: int) -> None:
-    """Prepare requests of one kind for "go". Send some requests before, so that "go" does no work of a first request."""
+    """Prepare requests of one kind for "go". Send some requests before, so that "go" does no work
+    of a first request."""
     kept.close()
     case = kept.enter_context(cases(system))[kind]
     for _ in range(20):

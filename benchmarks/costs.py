@@ -1,8 +1,9 @@
-"""The machine-independent costs of a request, measured at the servers, with one method for this app and the peers.
+"""The machine-independent costs of a request, measured at the servers, with one method for this app
+and the peers.
 
-Statements are the lines of PostgreSQL's own log, each a round trip; commits, rows and HOT updates are the records of its
-write-ahead log, read with ``pg_waldump``; Redis counts its commands itself. The method is
-therefore the same for all drivers, numbers of connections, and threads of a system.
+Statements are the lines of PostgreSQL's own log, each a round trip; commits, rows and HOT updates
+are the records of its write-ahead log, read with ``pg_waldump``; Redis counts its commands itself.
+The method is therefore the same for all drivers, numbers of connections, and threads of a system.
 """
 
 import re
@@ -20,7 +21,12 @@ REQUESTS = 40
 _STATEMENT = re.compile(rb"LOG:  (?:statement|execute [^:]*): ", re.M)
 _RECORD = re.compile(r"^(\w+/\S+)\s+(\d+) ", re.M)
 #: Log all statements, and disable the background work that the counts would include.
-_SETTINGS = {"autovacuum": "off", "checkpoint_timeout": "1h", "bgwriter_lru_maxpages": "0", "log_statement": "all"}
+_SETTINGS = {
+    "autovacuum": "off",
+    "checkpoint_timeout": "1h",
+    "bgwriter_lru_maxpages": "0",
+    "log_statement": "all",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,12 @@ def measure(servers: Ground, names: Sequence[str]) -> dict[str, Any]:
         for name in names:
             system = Contestant(name)
             try:
-                found[name] = {"cases": {kind: _cost(system, kind, servers, connections) for kind in system.ask("kinds")}}
+                found[name] = {
+                    "cases": {
+                        kind: _cost(system, kind, servers, connections)
+                        for kind in system.ask("kinds")
+                    }
+                }
             except Failed as error:
                 found[name] = {"error": str(error)}
             finally:
@@ -71,16 +82,25 @@ def measure(servers: Ground, names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _cost(system: Contestant, kind: str, servers: Ground, connections: Connections) -> dict[str, float | None]:
+def _cost(
+    system: Contestant, kind: str, servers: Ground, connections: Connections
+) -> dict[str, float | None]:
     system.ask("get set", kind, REQUESTS)
     before = _read(servers, connections)
     begin = _log(servers).stat().st_size
     system.ask("go")
     after = _read(servers, connections)
     records = _records(servers, before.lsn, after.lsn, connections.postgres)
-    hot, cold = records.get("Heap/HOT_UPDATE", 0), records.get("Heap/UPDATE", 0) + records.get("Heap/UPDATE+INIT", 0)
+    hot, cold = (
+        records.get("Heap/HOT_UPDATE", 0),
+        records.get("Heap/UPDATE", 0) + records.get("Heap/UPDATE+INIT", 0),
+    )
     inserts = records.get("Heap/INSERT", 0) + records.get("Heap/INSERT+INIT", 0)
-    wal_bytes = int(connections.postgres.execute("SELECT pg_wal_lsn_diff(%s, %s)", [after.lsn, before.lsn]).fetchone()[0])
+    wal_bytes = int(
+        connections.postgres.execute(
+            "SELECT pg_wal_lsn_diff(%s, %s)", [after.lsn, before.lsn]
+        ).fetchone()[0]
+    )
     with _log(servers).open("rb") as log:
         log.seek(begin)
         statements = len(_STATEMENT.findall(log.read(after.log_bytes - begin)))
@@ -101,7 +121,8 @@ def _cost(system: Contestant, kind: str, servers: Ground, connections: Connectio
 
 
 def _read(servers: Ground, connections: Connections) -> Meters:
-    """Read the meters. ``_cost`` excludes the statements of the reading from the log, and subtracts its Redis command."""
+    """Read the meters. ``_cost`` excludes the statements of the reading from the log, and subtracts
+    its Redis command."""
     length = _log(servers).stat().st_size
     lsn = connections.postgres.execute("SELECT pg_current_wal_insert_lsn()").fetchone()[0]
     return Meters(length, lsn, int(connections.redis.info("stats")["total_commands_processed"]))
@@ -117,7 +138,8 @@ def _records(servers: Ground, start: str, end: str, connection: Any) -> dict[str
     """Return the number of WAL records of each kind between the positions ``start`` and ``end``."""
     if start == end:
         return {}
-    connection.execute("SELECT pg_logical_emit_message(true, 'bench', '')")  # Its commit flushes all records.
+    # Its commit flushes all records.
+    connection.execute("SELECT pg_logical_emit_message(true, 'bench', '')")
     waldump = Path(servers.postgres.command[0]).parent / "pg_waldump"
     folder = servers.postgres.data / "pg_wal"
     done = subprocess.run(

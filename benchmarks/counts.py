@@ -1,4 +1,5 @@
-"""The machine-independent costs of a request: statements, commits, WAL, rows written, and HOT updates.
+"""The machine-independent costs of a request: statements, commits, WAL, rows written, and HOT
+updates.
 
 The WAL counters of a single connection need PostgreSQL 18.
 """
@@ -14,14 +15,18 @@ from benchmarks.views import TABLE
 
 _FLUSH = "SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()"
 _WAL = "SELECT wal_records, wal_bytes FROM pg_stat_get_backend_wal(pg_backend_pid())"
-_ROWS = "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del), sum(n_tup_upd), sum(n_tup_hot_upd) FROM pg_stat_user_tables"
+_ROWS = (
+    "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del), sum(n_tup_upd), sum(n_tup_hot_upd) FROM"
+    " pg_stat_user_tables"
+)
 
 
 @dataclass(frozen=True)
 class Counts:
     """The costs of one call."""
 
-    #: All sent messages in order, including BEGIN, COMMIT and the work; each message is a round trip.
+    #: All sent messages in order, including BEGIN, COMMIT and the work; each message is a round
+    #: trip.
     statements: tuple[str, ...]
     wal_records: int
     wal_bytes: int
@@ -31,7 +36,8 @@ class Counts:
 
     @property
     def commits(self) -> int:
-        """Return the number of commits that wait for the disk: transactions, and statements outside a transaction."""
+        """Return the number of commits that wait for the disk: transactions, and statements outside
+        a transaction."""
         depth = commits = 0
         for message in self.statements:
             if message.startswith("BEGIN"):
@@ -44,29 +50,41 @@ class Counts:
 
     @property
     def besides_the_work(self) -> list[str]:
-        """Return the messages with a statement that is neither the work nor only BEGIN, COMMIT or ROLLBACK."""
+        """Return the messages with a statement that is neither the work nor only BEGIN, COMMIT or
+        ROLLBACK."""
         return [
-            text for text in self.statements if "bench_row" not in text and re.search("SELECT|INSERT|UPDATE|prepared", text)
+            text
+            for text in self.statements
+            if "bench_row" not in text and re.search("SELECT|INSERT|UPDATE|prepared", text)
         ]
 
 
 def count(call: Callable[[], object]) -> Counts:
     """Return the costs of ``call()`` on the default connection."""
-    # Reading the counters of the tables may prune a page of the catalogue, which writes WAL. Read them outside the WAL count.
+    # Reading the counters of the tables may prune a page of the catalogue, which writes WAL. Read
+    # them outside the WAL count.
     rows = _read(_ROWS)
     wal = _read(_WAL)
     with CaptureQueriesContext(connection) as captured:
         call()
     numbers = [*_growth(wal, _read(_WAL)), *_growth(rows, _read(_ROWS))]
-    # Django does not know the text of every statement that the server bound; such a statement counts too.
-    return Counts(tuple(query["sql"] or "(prepared)" for query in sent(captured.captured_queries)), *numbers)
+    # Django does not know the text of every statement that the server bound; such a statement
+    # counts too.
+    return Counts(
+        tuple(query["sql"] or "(prepared)" for query in sent(captured.captured_queries)), *numbers
+    )
 
 
 def sent(queries: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the queries without each COMMIT that Django logged but did not send: the message before contains it."""
+    """Return the queries without each COMMIT that Django logged but did not send: the message
+    before contains it."""
     found: list[dict[str, str]] = []
     for query in queries:
-        if query["sql"] != "COMMIT" or not found or not (found[-1]["sql"] or "").endswith("; COMMIT"):
+        if (
+            query["sql"] != "COMMIT"
+            or not found
+            or not (found[-1]["sql"] or "").endswith("; COMMIT")
+        ):
             found.append(query)
     return found
 

@@ -1,9 +1,12 @@
-"""Measure requests with a network between the app and the database: each round trip takes 1 ms longer.
+"""Measure requests with a network between the app and the database: each round trip takes 1 ms
+longer.
 
-``python -m benchmarks.distance [--quick] [--json FILE]`` starts a PostgreSQL, and a proxy that delays data by 0.5 ms in each
-direction, independent of its size. Each kind of request is sent in turn directly, through the proxy, and directly without
-prepared statements. The command prints a table of the medians, their ratio to the bare view at the same distance, and the
-round trips. The number of round trips is the same on every machine: each message to PostgreSQL, including BEGIN and COMMIT.
+``python -m benchmarks.distance [--quick] [--json FILE]`` starts a PostgreSQL, and a proxy that
+delays data by 0.5 ms in each direction, independent of its size. Each kind of request is sent in
+turn directly, through the proxy, and directly without prepared statements. The command prints a
+table of the medians, their ratio to the bare view at the same distance, and the round trips. The
+number of round trips is the same on every machine: each message to PostgreSQL, including BEGIN and
+COMMIT.
 """
 
 import argparse
@@ -29,7 +32,9 @@ IN_A_ROUND = 10
 
 def main() -> None:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="Fewer rounds.")
     parser.add_argument("--json", type=Path, help="Where the figures go.")
     options = parser.parse_args()
@@ -41,7 +46,8 @@ def main() -> None:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Return the round trip in microseconds, and for each kind of request its times, its ratio to the bare view, and its trips.
+    """Return the round trip in microseconds, and for each kind of request its times, its ratio to
+    the bare view, and its trips.
 
     The function starts a process and a server, so the caller need not set up Django.
     """
@@ -57,7 +63,10 @@ def measure_here(rounds: int) -> dict[str, Any]:
             "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
             "RIDES_RUN_FOLDER": folder,
         }
-        with Postgres(Path(folder) / "postgres", max_connections=20) as server, proxy(Path(folder), server.sockets) as far:
+        with (
+            Postgres(Path(folder) / "postgres", max_connections=20) as server,
+            proxy(Path(folder), server.sockets) as far,
+        ):
             import django
 
             django.setup()
@@ -82,7 +91,11 @@ def in_turn(far: Path, rounds: int) -> dict[str, Any]:
     }
     ways["far"].settings_dict = {**ways["far"].settings_dict, "HOST": str(far)}
     of_unprepared = ways["unprepared"].settings_dict
-    options = {name: value for name, value in of_unprepared["OPTIONS"].items() if name != "prepare_threshold"}
+    options = {
+        name: value
+        for name, value in of_unprepared["OPTIONS"].items()
+        if name != "prepare_threshold"
+    }
     ways["unprepared"].settings_dict = {**of_unprepared, "OPTIONS": options}
     trips = {}
     taken: dict[tuple[str, str], list[float]] = {}
@@ -96,7 +109,9 @@ def in_turn(far: Path, rounds: int) -> dict[str, Any]:
                     answer = call(request)
                     microseconds = 1e6 * (time.perf_counter() - start)
                     if answer.status_code != status:
-                        raise RuntimeError(f"{name}: {answer.status_code} instead of {status}: {answer.content!r}")
+                        raise RuntimeError(
+                            f"{name}: {answer.status_code} instead of {status}: {answer.content!r}"
+                        )
                     if number:  # The first round only warms up.
                         taken.setdefault((name, way), []).append(microseconds)
         if number % 10 == 0:
@@ -124,11 +139,15 @@ def in_turn(far: Path, rounds: int) -> dict[str, Any]:
                 "round_trips": count,
             }
         )
-    return {"round_trip_us": round(middle["one statement", "far"] - middle["one statement", "direct"]), "rows": rows}
+    return {
+        "round_trip_us": round(middle["one statement", "far"] - middle["one statement", "direct"]),
+        "rows": rows,
+    }
 
 
 def cases() -> dict[str, tuple[Callable[[Any], Any], Callable[[], Any], int]]:
-    """Return each kind of request: the view, the function that creates the request, and the expected status."""
+    """Return each kind of request: the view, the function that creates the request, and the
+    expected status."""
     from django.db import connection
     from django.http import HttpResponse
 
@@ -169,8 +188,9 @@ def print_table(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         spread = f"({row['q1_us']}-{row['q3_us']})"
         print(
-            f"{row['case']:15} {row['median_us']:6} us {spread:15} ratio {row['ratio']:5.2f}  "
-            f"round trips {row['round_trips']:3}  without distance {row['direct_us']:6} us, ratio {row['direct_ratio']:5.2f}"
+            f"{row['case']:15} {row['median_us']:6} us {spread:15} ratio {row['ratio']:5.2f}  round"
+            f" trips {row['round_trips']:3}  without distance {row['direct_us']:6} us, ratio"
+            f" {row['direct_ratio']:5.2f}"
         )
 
 

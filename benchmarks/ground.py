@@ -1,4 +1,5 @@
-"""The servers of the measurements: a PostgreSQL and a Redis in a temporary folder, stopped at the end."""
+"""The servers of the measurements: a PostgreSQL and a Redis in a temporary folder, stopped at the
+end."""
 
 import os
 import signal
@@ -20,7 +21,8 @@ POSTMASTER = "BENCH_POSTMASTER"
 
 @dataclass(frozen=True)
 class Ground:
-    """The two servers. Their URLs are in the environment of this process and of its child processes."""
+    """The two servers. Their URLs are in the environment of this process and of its child
+    processes."""
 
     folder: Path
     postgres: Postgres
@@ -37,9 +39,13 @@ def ground() -> Iterator[Ground]:
             "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
             "RIDES_RUN_FOLDER": name,
         }
-        with Postgres(folder / "postgres", max_connections=120) as postgres, Redis(folder / "redis") as redis:
+        with (
+            Postgres(folder / "postgres", max_connections=120) as postgres,
+            Redis(folder / "redis") as redis,
+        ):
             with Client.from_url(redis.url) as connection:
-                # The usual setting. With "always", each response that a peer stores in Redis would wait for the disk.
+                # The usual setting. With "always", each response that a peer stores in Redis would
+                # wait for the disk.
                 connection.config_set("appendfsync", "everysec")
             os.environ[POSTMASTER] = str(postgres.pid)
             yield Ground(folder, postgres, redis)
@@ -47,7 +53,8 @@ def ground() -> Iterator[Ground]:
 
 @contextmanager
 def far_away(servers: Ground) -> Iterator[None]:
-    """Set the URLs in the environment to proxies of both servers, which delay each round trip; restore them at the end."""
+    """Set the URLs in the environment to proxies of both servers, which delay each round trip;
+    restore them at the end."""
     near = {name: os.environ[name] for name in _urls(servers.folder, servers.folder)}
     with (
         proxy(servers.folder, servers.postgres.sockets) as far,
@@ -61,7 +68,8 @@ def far_away(servers: Ground) -> Iterator[None]:
 
 
 def server_nanoseconds() -> dict[int, int]:
-    """Return the processor time of each PostgreSQL process by process id. The result is empty if the system is not Linux."""
+    """Return the processor time of each PostgreSQL process by process id. The result is empty if
+    the system is not Linux."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -76,7 +84,8 @@ def _urls(postgres: Path, redis: Path) -> dict[str, str]:
 
 
 def stop_in_order() -> None:
-    """Let SIGTERM raise SystemExit, so that servers are stopped and folders removed, as after Ctrl-C."""
+    """Let SIGTERM raise SystemExit, so that servers are stopped and folders removed, as after
+    Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 

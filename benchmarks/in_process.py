@@ -1,8 +1,9 @@
-"""One client in process: each system against the bare view of its own process, in interleaved rounds.
+"""One client in process: each system against the bare view of its own process, in interleaved
+rounds.
 
-A round visits one process after another; in each process, it sends one kind of request after another. The ratio of the medians
-is computed in each round, so that a temporary load affects both of them. The result is the median of these ratios, with their
-quartiles.
+A round visits one process after another; in each process, it sends one kind of request after
+another. The ratio of the medians is computed in each round, so that a temporary load affects both
+of them. The result is the median of these ratios, with their quartiles.
 """
 
 from collections.abc import Sequence
@@ -53,27 +54,41 @@ def _compete(systems: dict[str, Contestant], rounds: int) -> dict[str, Any]:
 
 
 def beside(found: dict[str, Any]) -> dict[str, float]:
-    """Return the figures that depend least on the machine: our ratios over a peer's in the same run; DBOS's ride over ours."""
+    """Return the figures that depend least on the machine: our ratios over a peer's in the same
+    run; DBOS's ride over ours."""
 
     def ratio(system: str, kind: str) -> float:
         return float(found[system]["cases"][kind]["ratio"])
 
     said = {}
     if "cases" in found["ours"] and "cases" in found.get("idemkit", {}):
-        for kind, of_idemkit in (("plain first",) * 2, ("plain replay",) * 2, ("ride replay", "plain replay")):
-            said[f"{kind} over idemkit's"] = round(ratio("ours", kind) / ratio("idemkit", of_idemkit), 2)
+        for kind, of_idemkit in (
+            ("plain first",) * 2,
+            ("plain replay",) * 2,
+            ("ride replay", "plain replay"),
+        ):
+            said[f"{kind} over idemkit's"] = round(
+                ratio("ours", kind) / ratio("idemkit", of_idemkit), 2
+            )
     if "cases" in found["ours"] and "cases" in found.get("dbos", {}):
-        said["DBOS's ride over ours"] = round(ratio("dbos", "ride first") / ratio("ours", "ride first"), 2)
+        said["DBOS's ride over ours"] = round(
+            ratio("dbos", "ride first") / ratio("ours", "ride first"), 2
+        )
     return said
 
 
 def summary(rounds: list[dict[str, Taken]]) -> dict[str, dict[str, float]]:
-    """Return for each kind of request its microseconds and its ratio to the bare view (medians and quartiles), and the median
-    of its processor time."""
+    """Return for each kind of request its microseconds and its ratio to the bare view (medians and
+    quartiles), and the median of its processor time."""
     found = {}
     for kind in rounds[0]:
-        lower, middle, upper = quantiles([each for of_round in rounds for each in of_round[kind].microseconds], n=4)
-        ratios = [median(of_round[kind].microseconds) / median(of_round["bare"].microseconds) for of_round in rounds]
+        lower, middle, upper = quantiles(
+            [each for of_round in rounds for each in of_round[kind].microseconds], n=4
+        )
+        ratios = [
+            median(of_round[kind].microseconds) / median(of_round["bare"].microseconds)
+            for of_round in rounds
+        ]
         ratio_lower, ratio, ratio_upper = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         found[kind] = {
             "median_us": round(middle),

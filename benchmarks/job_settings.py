@@ -1,4 +1,5 @@
-"""Settings of the benchmark of staged jobs: the settings of the demo, with the job of the benchmark."""
+"""Settings of the benchmark of staged jobs: the settings of the demo, with the job of the
+benchmark."""
 
 from rides_demo.settings import *  # noqa: F403
 from rides_demo.settings import IDEMPOTENCY

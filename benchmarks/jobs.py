@@ -1,10 +1,11 @@
 """Measure how fast staged jobs reach their queue, compared with the client library of the queue.
 
-``python -m benchmarks.jobs [--jobs N] [--rounds N]`` starts a PostgreSQL and a Redis in a temporary folder. For RQ and for
-Celery it measures, in interleaved rounds: the client library, which enqueues jobs from memory (RQ's ``enqueue_many``, Celery
-with one producer); one enqueuer; and two concurrent enqueuers. For RQ it then measures the time from COMMIT until a job is in
-the queue, with the hand-over after COMMIT and with the enqueuer's loop. It prints a table, and exits with 1 if a target is
-missed.
+``python -m benchmarks.jobs [--jobs N] [--rounds N]`` starts a PostgreSQL and a Redis in a temporary
+folder. For RQ and for Celery it measures, in interleaved rounds: the client library, which enqueues
+jobs from memory (RQ's ``enqueue_many``, Celery with one producer); one enqueuer; and two concurrent
+enqueuers. For RQ it then measures the time from COMMIT until a job is in the queue, with the
+hand-over after COMMIT and with the enqueuer's loop. It prints a table, and exits with 1 if a target
+is missed.
 """
 
 import argparse
@@ -29,7 +30,10 @@ from rides_demo.processes.process import Process
 TARGETS = {"of_direct": OF_DIRECT_AT_LEAST, "two_to_one": TWO_TO_ONE_AT_LEAST}
 JOBS, ROUNDS = 10_000, 5
 QUICK_JOBS, QUICK_ROUNDS = 2_000, 1
-BACKENDS = {"rq": "idempotency.contrib.rq.RQBackend", "celery": "idempotency.contrib.celery.CeleryBackend"}
+BACKENDS = {
+    "rq": "idempotency.contrib.rq.RQBackend",
+    "celery": "idempotency.contrib.celery.CeleryBackend",
+}
 NAME = "benchmarks.jobs.job"
 BATCH = 1000
 PROMPT_SAMPLES, LOOP_SAMPLES, QUICK_LOOP_SAMPLES = 200, 15, 5
@@ -53,7 +57,11 @@ def set_up(queue: str, **changes: Any) -> Any:
 
     from idempotency.contrib.celery import OnceTask
 
-    app = Celery("bench", broker=settings.REDIS_URL.replace("unix://", "redis+socket://"), set_as_current=True)
+    app = Celery(
+        "bench",
+        broker=settings.REDIS_URL.replace("unix://", "redis+socket://"),
+        set_as_current=True,
+    )
     app.task(job, name=NAME, base=OnceTask)
     return app
 
@@ -64,7 +72,8 @@ def arguments(number: int) -> dict[str, Any]:
 
 
 def direct(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
-    """Enqueue ``count`` jobs with the client library: the same jobs as the enqueuer sends, with ids and retries."""
+    """Enqueue ``count`` jobs with the client library: the same jobs as the enqueuer sends, with ids
+    and retries."""
     app = set_up(queue)
     if queue == "rq":
         from django_rq.queues import get_queue
@@ -80,15 +89,26 @@ def direct(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
             for number in numbers:
                 pk = str(uuid4())
                 call = [NAME, arguments(number), pk]
-                batch.append(Queue.prepare_data(run_once, args=call, job_id=pk, description=NAME, retry=RQBackend.retry))
+                batch.append(
+                    Queue.prepare_data(
+                        run_once, args=call, job_id=pk, description=NAME, retry=RQBackend.retry
+                    )
+                )
             target.enqueue_many(batch)
+
     else:
         producer = app.amqp.Producer(app.connection_for_write(), auto_declare=False)
 
         def enqueue(numbers: range) -> None:
             """Send one batch, job by job."""
             for number in numbers:
-                app.send_task(NAME, kwargs=arguments(number), task_id=str(uuid4()), producer=producer, ignore_result=True)
+                app.send_task(
+                    NAME,
+                    kwargs=arguments(number),
+                    task_id=str(uuid4()),
+                    producer=producer,
+                    ignore_result=True,
+                )
 
     enqueue(range(1))
     start.wait()
@@ -124,7 +144,10 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
     spawn = multiprocessing.get_context("spawn")
     start, times, turn = spawn.Barrier(processes + 1), spawn.SimpleQueue(), spawn.Lock()
     with redis.Redis.from_url(settings.REDIS_URL) as broker:
-        running = [spawn.Process(target=work, args=(queue, count, start, times, turn)) for _ in range(processes)]
+        running = [
+            spawn.Process(target=work, args=(queue, count, start, times, turn))
+            for _ in range(processes)
+        ]
         for process in running:
             process.start()
         while start.n_waiting < processes:
@@ -136,7 +159,8 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
             cursor.execute(f"TRUNCATE {StagedJob._meta.db_table}")
         if work is enqueuer:
             StagedJob.objects.bulk_create(
-                (StagedJob(job_name=NAME, job_args=arguments(number)) for number in range(count)), batch_size=2000
+                (StagedJob(job_name=NAME, job_args=arguments(number)) for number in range(count)),
+                batch_size=2000,
             )
             with connection.cursor() as cursor:
                 cursor.execute(f"VACUUM ANALYZE {StagedJob._meta.db_table}")
@@ -151,7 +175,8 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
 
 
 def latency(samples: int) -> list[float]:
-    """Stage jobs one by one; return the seconds from each COMMIT until its job is in the queue of RQ."""
+    """Stage jobs one by one; return the seconds from each COMMIT until its job is in the queue of
+    RQ."""
     import redis
     from django.conf import settings
     from django.db import transaction
@@ -168,17 +193,25 @@ def latency(samples: int) -> list[float]:
             if broker.blpop(["rq:queue:default"], timeout=20) is None:
                 raise RuntimeError("No job came within 20 s.")
             found.append(time.monotonic() - committed)
-            time.sleep(0.005 * (number % 7))  # Vary the pause, so that the samples are not in step with a polling loop.
+            # Vary the pause, so that the samples are not in step with a polling loop.
+            time.sleep(0.005 * (number % 7))
     return found
 
 
 def loop() -> Process:
     """Return the process ``manage.py enqueue_jobs --loop`` with its default options."""
-    return Process("enqueue_jobs", [sys.executable, "manage.py", "enqueue_jobs", "--loop"], output=lambda line: None)
+    return Process(
+        "enqueue_jobs",
+        [sys.executable, "manage.py", "enqueue_jobs", "--loop"],
+        output=lambda line: None,
+    )
 
 
-def measure(quick: bool = False, *, jobs: int | None = None, rounds: int | None = None) -> dict[str, Any]:
-    """Return the figures: jobs per second of each way and their ratios (medians of the rounds); latencies in milliseconds."""
+def measure(
+    quick: bool = False, *, jobs: int | None = None, rounds: int | None = None
+) -> dict[str, Any]:
+    """Return the figures: jobs per second of each way and their ratios (medians of the rounds);
+    latencies in milliseconds."""
     jobs = jobs or (QUICK_JOBS if quick else JOBS)
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, _services(Path(folder)):
@@ -197,13 +230,29 @@ def measure(quick: bool = False, *, jobs: int | None = None, rounds: int | None 
                 for way, (work, processes) in ways.items():
                     rates[way].append(rate(work, queue, jobs, processes))
             figures[queue] = {way: round(median(found)) for way, found in rates.items()} | {
-                "spread": {way: [round(min(found)), round(max(found))] for way, found in rates.items()},
-                "of_direct": round(median(one / alone for one, alone in zip(rates["one"], rates["direct"], strict=True)), 2),
-                "two_to_one": round(median(two / one for two, one in zip(rates["two"], rates["one"], strict=True)), 2),
+                "spread": {
+                    way: [round(min(found)), round(max(found))] for way, found in rates.items()
+                },
+                "of_direct": round(
+                    median(
+                        one / alone
+                        for one, alone in zip(rates["one"], rates["direct"], strict=True)
+                    ),
+                    2,
+                ),
+                "two_to_one": round(
+                    median(two / one for two, one in zip(rates["two"], rates["one"], strict=True)),
+                    2,
+                ),
             }
             print(f"jobs: {queue} measured", flush=True)
         figures["latency_ms"] = {"after_commit": _percentiles(latency(PROMPT_SAMPLES))}
-        with override_settings(IDEMPOTENCY={**settings.IDEMPOTENCY, "HAND_OVER_AFTER_COMMIT": False}), loop():
+        with (
+            override_settings(
+                IDEMPOTENCY={**settings.IDEMPOTENCY, "HAND_OVER_AFTER_COMMIT": False}
+            ),
+            loop(),
+        ):
             figures["latency_ms"]["loop"] = _percentiles(
                 latency(QUICK_LOOP_SAMPLES if quick else LOOP_SAMPLES)[1:]
             )  # The first sample waits for the start of the process.
@@ -213,7 +262,10 @@ def measure(quick: bool = False, *, jobs: int | None = None, rounds: int | None 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
-    return {name: round(1e3 * ordered[int(share * (len(ordered) - 1))], 1) for name, share in (("p50", 0.5), ("p99", 0.99))}
+    return {
+        name: round(1e3 * ordered[int(share * (len(ordered) - 1))], 1)
+        for name, share in (("p50", 0.5), ("p99", 0.99))
+    }
 
 
 @contextmanager
@@ -228,7 +280,8 @@ def _services(folder: Path) -> Iterator[None]:
 
     with Postgres(folder / "postgres", max_connections=20), Redis(folder / "redis") as broker:
         with redis.Redis.from_url(broker.url) as connection:
-            # The usual setting. With "always", each LPUSH of Celery waits for the disk, which dominates the figures.
+            # The usual setting. With "always", each LPUSH of Celery waits for the disk, which
+            # dominates the figures.
             connection.config_set("appendfsync", "everysec")
         yield
 
@@ -245,19 +298,34 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, print the figures, and exit with 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=JOBS, help="Jobs in each run (default: %(default)s).")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="Rounds; the medians count (default: %(default)s).")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=JOBS, help="Jobs in each run (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        help="Rounds; the medians count (default: %(default)s).",
+    )
     options = parser.parse_args()
     stop_in_order()
     figures = measure(jobs=options.jobs, rounds=options.rounds)
-    print(f"{'jobs a second':14} {'client alone':>14} {'one enqueuer':>14} {'two':>10} {'one/client':>11} {'two/one':>8}")
+    print(
+        f"{'jobs a second':14} {'client alone':>14} {'one enqueuer':>14} {'two':>10}"
+        f" {'one/client':>11} {'two/one':>8}"
+    )
     for queue in BACKENDS:
         row = figures[queue]
         ratios = f"{row['of_direct']:11.2f} {row['two_to_one']:8.2f}"
         print(f"{queue:14} {row['direct']:14,} {row['one']:14,} {row['two']:10,} {ratios}")
     for way, found in figures["latency_ms"].items():
-        print(f"COMMIT to queue, {way.replace('_', ' ')}: p50 {found['p50']} ms, p99 {found['p99']} ms")
+        print(
+            f"COMMIT to queue, {way.replace('_', ' ')}: p50 {found['p50']} ms, p99"
+            f" {found['p99']} ms"
+        )
     failures = missed(figures)
     for failure in failures:
         print(f"missed: {failure}")

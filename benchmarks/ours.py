@@ -19,7 +19,8 @@ VIEWS = {"plain": views.plain, "ride": views.ride}
 
 @contextmanager
 def _held(protect: Callable[[Any], views.View], key: str) -> Iterator[None]:
-    """Hold the key with a request that runs in another thread. Its response is a 503, which is not stored."""
+    """Hold the key with a request that runs in another thread. Its response is a 503, which is not
+    stored."""
     entered, leave = threading.Event(), threading.Event()
 
     @protect
@@ -47,5 +48,7 @@ def _held(protect: Callable[[Any], views.View], key: str) -> Iterator[None]:
 
 HELD = {
     "plain": partial(_held, idempotent(scope=views.caller)),
-    "ride": partial(_held, idempotent(scope=views.caller, recovery_points=list(views.NEXT.values()))),
+    "ride": partial(
+        _held, idempotent(scope=views.caller, recovery_points=list(views.NEXT.values()))
+    ),
 }

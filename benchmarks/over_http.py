@@ -1,7 +1,9 @@
-"""Clients over HTTP: gunicorn with two workers of eight threads (gthread) on a unix socket, one system at a time.
+"""Clients over HTTP: gunicorn with two workers of eight threads (gthread) on a unix socket, one
+system at a time.
 
-Each server also serves the bare view, which is measured in turn with the views of the system. A ratio compares the responses
-per second of the same round. Each first request has a new key; each client replays its own key, unless noted otherwise.
+Each server also serves the bare view, which is measured in turn with the views of the system. A
+ratio compares the responses per second of the same round. Each first request has a new key; each
+client replays its own key, unless noted otherwise.
 """
 
 import os
@@ -21,7 +23,8 @@ WORKERS, THREADS = 2, 8
 #: Rounds, and seconds of each kind of request in a round.
 ROUNDS, SECONDS = 5, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 2, 0.5
-#: The warm-up. On each connection, a statement is prepared at its fifth use, and its plan is fixed at its tenth use.
+#: The warm-up. On each connection, a statement is prepared at its fifth use, and its plan is fixed
+#: at its tenth use.
 WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 1.0, 0.3
 COUNTS = (1, 4, 16)
 #: The two numbers of clients for which the replays of one key are compared.
@@ -46,7 +49,12 @@ class Server(Process):
             "--workers", str(WORKERS), "--threads", str(THREADS), "--keep-alive", "75", "--log-level", "critical",
         ]  # fmt: skip
         environment = {**os.environ, "BENCH_SYSTEM": system}
-        super().__init__("gunicorn", command, environment=environment, output=servers.folder / f"gunicorn-{system}.log")
+        super().__init__(
+            "gunicorn",
+            command,
+            environment=environment,
+            output=servers.folder / f"gunicorn-{system}.log",
+        )
 
     def is_ready(self) -> bool:
         """Return whether the bare view returns 201."""
@@ -63,16 +71,24 @@ class Server(Process):
 
 
 def measure(servers: Ground, views: dict[str, list[str]], quick: bool) -> dict[str, Any]:
-    """Return for each system, number of clients and kind of request: 2xx responses a second, their ratio, and the statuses.
+    """Return for each system, number of clients and kind of request: 2xx responses a second, their
+    ratio, and the statuses.
 
     ``views`` are the names of each system's views. The tables of the systems must exist.
     """
-    found: dict[str, Any] = {"server": f"gunicorn, gthread, {WORKERS} workers of {THREADS} threads, unix socket"}
+    found: dict[str, Any] = {
+        "server": f"gunicorn, gthread, {WORKERS} workers of {THREADS} threads, unix socket"
+    }
     for name, of_system in views.items():
         try:
             found[name] = _system(name, of_system, servers, quick)
         except (ProcessError, OSError) as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}{_last_line(servers.folder / f'gunicorn-{name}.log')}"}
+            found[name] = {
+                "error": (
+                    f"{type(error).__name__}:"
+                    f" {error}{_last_line(servers.folder / f'gunicorn-{name}.log')}"
+                )
+            }
         print(f"over HTTP: {name} {found[name].get('error', 'measured')}", flush=True)
     return found
 
@@ -87,21 +103,33 @@ def _system(name: str, views: list[str], servers: Ground, quick: bool) -> dict[s
     with Server(name, servers) as server:
         for kind in sent.values():  # Every thread then has a connection with prepared statements.
             clients.run(
-                server.socket, kind.view, COUNTS[-1], QUICK_WARM_UP_SECONDS if quick else WARM_UP_SECONDS, repeat=kind.repeat
+                server.socket,
+                kind.view,
+                COUNTS[-1],
+                QUICK_WARM_UP_SECONDS if quick else WARM_UP_SECONDS,
+                repeat=kind.repeat,
             )
         counts = COUNTS if name == "ours" or not quick else COUNTS[-1:]
-        found: dict[str, Any] = {"clients": {str(count): _rounds(server, sent, count, rounds, seconds) for count in counts}}
+        found: dict[str, Any] = {
+            "clients": {
+                str(count): _rounds(server, sent, count, rounds, seconds) for count in counts
+            }
+        }
         if name == "ours":
             found["one_key"] = _one_key(server, rounds, seconds)
             found["serializable"] = _repeated_phases(server, servers, rounds * seconds)
     return found
 
 
-def _rounds(server: Server, sent: dict[str, Kind], count: int, rounds: int, seconds: float) -> dict[str, Any]:
+def _rounds(
+    server: Server, sent: dict[str, Kind], count: int, rounds: int, seconds: float
+) -> dict[str, Any]:
     loads: dict[str, list[clients.Load]] = {kind: [] for kind in sent}
     for _ in range(rounds):
         for name, kind in sent.items():
-            loads[name].append(clients.run(server.socket, kind.view, count, seconds, repeat=kind.repeat))
+            loads[name].append(
+                clients.run(server.socket, kind.view, count, seconds, repeat=kind.repeat)
+            )
     return {name: _summary(of_kind, loads["bare"]) for name, of_kind in loads.items()}
 
 
@@ -112,7 +140,10 @@ def _summary(loads: list[clients.Load], bare: list[clients.Load]) -> dict[str, A
     taken = sorted(seconds for load in loads for seconds in load.taken)
     return {
         "answers_a_second": round(median(load.answers for load in loads)),
-        "of_bare": round(median(load.answers / beside.answers for load, beside in zip(loads, bare, strict=True)), 2),
+        "of_bare": round(
+            median(load.answers / beside.answers for load, beside in zip(loads, bare, strict=True)),
+            2,
+        ),
         "p50_ms": round(1e3 * taken[len(taken) // 2], 1),
         "p99_ms": round(1e3 * taken[int(0.99 * (len(taken) - 1))], 1),
         "conflicts": statuses[409],
@@ -126,10 +157,16 @@ def _one_key(server: Server, rounds: int, seconds: float) -> dict[str, Any]:
     key = str(uuid4())
     pairs = []
     for _ in range(rounds):
-        loads = {count: clients.run(server.socket, "ride", count, seconds, repeat=key) for count in ONE_KEY_CLIENTS}
+        loads = {
+            count: clients.run(server.socket, "ride", count, seconds, repeat=key)
+            for count in ONE_KEY_CLIENTS
+        }
         pairs.append(loads)
     return {
-        **{str(count): round(median(pair[count].answers for pair in pairs)) for count in ONE_KEY_CLIENTS},
+        **{
+            str(count): round(median(pair[count].answers for pair in pairs))
+            for count in ONE_KEY_CLIENTS
+        },
         "growth": round(median(pair[several].answers / pair[one].answers for pair in pairs), 2),
         "conflicts": sum(load.statuses[409] for pair in pairs for load in pair.values()),
     }
@@ -138,7 +175,8 @@ def _one_key(server: Server, rounds: int, seconds: float) -> dict[str, Any]:
 def _repeated_phases(server: Server, servers: Ground, seconds: float) -> dict[str, Any]:
     """Count the phases of the ride that ran twice, with 16 clients.
 
-    Each phase inserts one row. A number of the sequence without a row belongs to a phase that was rolled back and run again.
+    Each phase inserts one row. A number of the sequence without a row belongs to a phase that was
+    rolled back and run again.
     """
     import psycopg
 

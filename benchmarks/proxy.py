@@ -1,4 +1,5 @@
-"""A proxy that delays all data by a fixed time in each direction, independent of its size: it simulates a network."""
+"""A proxy that delays all data by a fixed time in each direction, independent of its size: it
+simulates a network."""
 
 import queue
 import socket
@@ -19,11 +20,13 @@ CHUNK_BYTES = 65536
 
 @contextmanager
 def proxy(folder: Path, to: Path, name: str = POSTGRES) -> Iterator[Path]:
-    """Run a proxy of the socket ``name`` in the folder ``to``, in a separate process. Yield the folder of the proxy's socket,
-    which has the same name. No other user can enter this folder."""
+    """Run a proxy of the socket ``name`` in the folder ``to``, in a separate process. Yield the
+    folder of the proxy's socket, which has the same name. No other user can enter this folder."""
     sockets = folder / "far"
     sockets.mkdir(mode=0o700, exist_ok=True)
-    process = get_context("spawn").Process(target=serve, args=(sockets / name, to / name), daemon=True)
+    process = get_context("spawn").Process(
+        target=serve, args=(sockets / name, to / name), daemon=True
+    )
     process.start()
     deadline = time.monotonic() + START_SECONDS
     try:
@@ -65,7 +68,8 @@ def _send(target: socket.socket, late: "queue.SimpleQueue[tuple[float, bytes]]")
     with suppress(OSError):
         while True:
             due, data = late.get()
-            # Each chunk has its own due time, so a chunk that arrives during the delay of another one waits no longer.
+            # Each chunk has its own due time, so a chunk that arrives during the delay of another
+            # one waits no longer.
             while (left := due - time.monotonic()) > 0:
                 time.sleep(left)
             if not data:

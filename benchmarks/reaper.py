@@ -1,8 +1,9 @@
 """Measure how much slower a claim is while the reaper deletes a million keys.
 
-``python -m benchmarks.reaper [--keys N]`` starts a PostgreSQL in a temporary folder, fills the table with finished keys past
-their retention, and measures claims in autocommit: first without the reaper, then while ``manage.py reap_keys`` runs in a
-process. It prints both and their ratio, and exits with 1 if the p99 is above ``REAPER_AT_MOST`` times the p99 before.
+``python -m benchmarks.reaper [--keys N]`` starts a PostgreSQL in a temporary folder, fills the
+table with finished keys past their retention, and measures claims in autocommit: first without the
+reaper, then while ``manage.py reap_keys`` runs in a process. It prints both and their ratio, and
+exits with 1 if the p99 is above ``REAPER_AT_MOST`` times the p99 before.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from typing import Any
 from benchmarks.targets import REAPER_AT_MOST
 from rides_demo.processes.embedded import Postgres, postgres_url
 
-#: Claims have a fixed rate, like requests. A closed loop would only measure how two processes share the cores.
+#: Claims have a fixed rate, like requests. A closed loop would only measure how two processes share
+#: the cores.
 CLAIMS_A_SECOND = 200
 SECONDS_BEFORE = 15
 
@@ -39,19 +41,30 @@ FROM generate_series(1, %s) AS n
 
 def main() -> None:
     """Measure, print the figures, and exit with 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", type=int, default=1_000_000, help="How many keys to reap (default: %(default)s).")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--keys", type=int, default=1_000_000, help="How many keys to reap (default: %(default)s)."
+    )
     found = measure(False, keys=parser.parse_args().keys)
     for name in ("before", "while reaping"):
         row = found[name]
-        print(f"{name:14} {row['claims']:6} claims  p50 {row['p50_ms']:6.2f} ms  p99 {row['p99_ms']:6.2f} ms")
-    print(f"p99 while reaping is {found['ratio']:.2f} times the p99 before (target: at most {REAPER_AT_MOST:g})")
+        print(
+            f"{name:14} {row['claims']:6} claims  p50 {row['p50_ms']:6.2f} ms  p99"
+            f" {row['p99_ms']:6.2f} ms"
+        )
+    print(
+        f"p99 while reaping is {found['ratio']:.2f} times the p99 before (target: at most"
+        f" {REAPER_AT_MOST:g})"
+    )
     print("reaper: ok" if found["ratio"] <= REAPER_AT_MOST else "reaper: FAILED 1")
     sys.exit(found["ratio"] > REAPER_AT_MOST)
 
 
 def measure(quick: bool, *, keys: int = 60_000) -> dict[str, Any]:
-    """Return the figures of claims before and while ``keys`` keys are reaped, 10,000 if ``quick``."""
+    """Return the figures of claims before and while ``keys`` keys are reaped, 10,000 if
+    ``quick``."""
     keys = min(keys, 10_000) if quick else keys
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         server = Postgres(Path(folder) / "postgres", max_connections=20)
@@ -83,7 +96,9 @@ def _measured(keys: int) -> dict[str, Any]:
     deadline = time.monotonic() + SECONDS_BEFORE
     before = claims(lambda: time.monotonic() < deadline)
     start = time.monotonic()
-    reaper = subprocess.Popen([sys.executable, "manage.py", "reap_keys"], stdout=subprocess.PIPE, text=True)
+    reaper = subprocess.Popen(
+        [sys.executable, "manage.py", "reap_keys"], stdout=subprocess.PIPE, text=True
+    )
     during = claims(lambda: reaper.poll() is None)
     seconds = time.monotonic() - start
     print((reaper.communicate()[0]).strip())
@@ -91,7 +106,13 @@ def _measured(keys: int) -> dict[str, Any]:
         raise RuntimeError(f"reap_keys ended with status {reaper.returncode}")
     connection.close()
     ratio = round(at(during, 0.99) / at(before, 0.99), 2)
-    return {"keys": keys, "seconds": round(seconds), "before": row(before), "while reaping": row(during), "ratio": ratio}
+    return {
+        "keys": keys,
+        "seconds": round(seconds),
+        "before": row(before),
+        "while reaping": row(during),
+        "ratio": ratio,
+    }
 
 
 def row(seconds: list[float]) -> dict[str, float]:
@@ -104,7 +125,8 @@ def row(seconds: list[float]) -> dict[str, float]:
 
 
 def claims(go_on: Callable[[], bool]) -> list[float]:
-    """Claim new keys at a fixed rate while ``go_on()`` is true; return the seconds of each claim."""
+    """Claim new keys at a fixed rate while ``go_on()`` is true; return the seconds of each
+    claim."""
     from idempotency._engine.claims import ClaimedRequest, claim_phased
 
     taken: list[float] = []
@@ -113,7 +135,17 @@ def claims(go_on: Callable[[], bool]) -> list[float]:
         due += 1 / CLAIMS_A_SECOND
         time.sleep(max(0, due - time.monotonic()))
         request = ClaimedRequest(
-            "bench", f"{due}", None, "POST", "/", b"{}", "application/json", {}, "", "v1:bench", lambda stored: None
+            "bench",
+            f"{due}",
+            None,
+            "POST",
+            "/",
+            b"{}",
+            "application/json",
+            {},
+            "",
+            "v1:bench",
+            lambda stored: None,
         )
         start = time.perf_counter()
         claim_phased(request, ("started",), using="default")

@@ -1,6 +1,8 @@
-"""Measure the cost of CONFIRM_REPLICATED, with a primary and a synchronous standby, both with fsync.
+"""Measure the cost of CONFIRM_REPLICATED, with a primary and a synchronous standby, both with
+fsync.
 
-Run ``python -m benchmarks --only replication``. Each kind of request is sent without and with the setting in turn.
+Run ``python -m benchmarks --only replication``. Each kind of request is sent without and with the
+setting in turn.
 """
 
 import logging
@@ -24,7 +26,8 @@ READY_SECONDS = 30
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Return for each kind of request its median time without and with the setting, and the ratio of the two."""
+    """Return for each kind of request its median time without and with the setting, and the ratio
+    of the two."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure_here, QUICK_ROUNDS if quick else ROUNDS).result()
 
@@ -53,7 +56,12 @@ def wait_for_standby(primary: Postgres) -> None:
         connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
         connection.execute("SELECT pg_reload_conf()")
         deadline = time.monotonic() + READY_SECONDS
-        while connection.execute("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'").fetchone() is None:
+        while (
+            connection.execute(
+                "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"
+            ).fetchone()
+            is None
+        ):
             if time.monotonic() > deadline:
                 raise RuntimeError("The standby did not become synchronous.")
             time.sleep(0.05)
@@ -70,7 +78,9 @@ def in_turn(rounds: int) -> list[dict[str, Any]]:
         "plain replay": (views.plain, "plain"),
         "ride replay": (views.ride, "ride"),
     }
-    taken: dict[tuple[str, bool], list[float]] = {(name, on): [] for name in kinds for on in (False, True)}
+    taken: dict[tuple[str, bool], list[float]] = {
+        (name, on): [] for name in kinds for on in (False, True)
+    }
     for _ in range(WARM_UP + rounds):
         for on in (False, True):
             with override_settings(IDEMPOTENCY={"CONFIRM_REPLICATED": on}):
@@ -80,10 +90,19 @@ def in_turn(rounds: int) -> list[dict[str, Any]]:
                     answer = view(request)
                     taken[name, on].append(1e6 * (time.perf_counter() - start))
                     if answer.status_code != 201:
-                        raise RuntimeError(f"{name}: {answer.status_code} instead of 201: {answer.content!r}")
+                        raise RuntimeError(
+                            f"{name}: {answer.status_code} instead of 201: {answer.content!r}"
+                        )
     rows = []
     for name in kinds:
         without, confirmed = (median(taken[name, on][WARM_UP:]) for on in (False, True))
         ratio = round(confirmed / without, 2)
-        rows.append({"case": name, "without_us": round(without), "confirmed_us": round(confirmed), "ratio": ratio})
+        rows.append(
+            {
+                "case": name,
+                "without_us": round(without),
+                "confirmed_us": round(confirmed),
+                "ratio": ratio,
+            }
+        )
     return rows

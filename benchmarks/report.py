@@ -1,4 +1,5 @@
-"""``python -m benchmarks.report FILE``: store the figures of a run, and write the page of the docs and its charts from them.
+"""``python -m benchmarks.report FILE``: store the figures of a run, and write the page of the docs
+and its charts from them.
 
 Do not edit the page: a test generates it from ``benchmarks/results.json`` and compares.
 """
@@ -22,7 +23,12 @@ PAGE = Path("docs/explanation/performance.md")
 CHART, CHART_HTTP = Path("docs/images/performance.svg"), Path("docs/images/performance-http.svg")
 OURS = {"plain": "ours, plain view", "ride": "ours, the ride"}
 #: The name of each kind of request in the tables.
-KINDS = {"first": "first request", "replay": "replay", "conflict": "in progress", "mismatch": "another body"}
+KINDS = {
+    "first": "first request",
+    "replay": "replay",
+    "conflict": "in progress",
+    "mismatch": "another body",
+}
 
 #: The maximum length of a line of prose on the page.
 LINE = 99
@@ -61,8 +67,16 @@ METHOD = """\
 
 def main() -> None:
     """Store the results, and write the page and the charts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, nargs="?", default=RESULTS, help="The JSON of a run (default: %(default)s).")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "file",
+        type=Path,
+        nargs="?",
+        default=RESULTS,
+        help="The JSON of a run (default: %(default)s).",
+    )
     results = json.loads(parser.parse_args().file.read_text())
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     for path, text in files(results).items():
@@ -129,9 +143,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def prose(text: str, indent: str = "") -> str:
-    """Return a paragraph in lines of at most LINE columns, without line breaks inside backquotes."""
+    """Return a paragraph in lines of at most LINE columns, without line breaks inside
+    backquotes."""
     joined = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text)
-    lines = textwrap.fill(joined, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.fill(
+        joined, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     return lines.replace("\0", " ") + "\n"
 
 
@@ -144,9 +161,9 @@ def _machine(results: dict[str, Any]) -> str:
     machine = results["machine"]
     kind = "a quick run with rough figures" if results["quick"] else "a full run"
     return prose(
-        f"These are the results of {kind} on {machine['system']} with {machine['cores']} cores (load "
-        f"{machine['load_before']} before the run), Python {machine['python']}, Django {machine['django']}, "
-        f"psycopg {machine['psycopg']}."
+        f"These are the results of {kind} on {machine['system']} with {machine['cores']} cores"
+        f" (load {machine['load_before']} before the run), Python {machine['python']}, Django"
+        f" {machine['django']}, psycopg {machine['psycopg']}."
     )
 
 
@@ -168,10 +185,11 @@ def _targets(results: dict[str, Any]) -> str:
         table(["figure", "target", "wanted", "measured", "result"], rows)
         + "\n"
         + prose(
-            "The column *wanted* has the original limit, if the target differs from it. Over a unix socket, a request takes "
-            "mostly processor time, and most of that time is spent in Python. The number of round trips matters little there: "
-            "the first request of a plain view has as many as the bare view. Over a network, the time of a request depends "
-            "mostly on its round trips."
+            "The column *wanted* has the original limit, if the target differs from it. Over a unix"
+            " socket, a request takes mostly processor time, and most of that time is spent in"
+            " Python. The number of round trips matters little there: the first request of a plain"
+            " view has as many as the bare view. Over a network, the time of a request depends"
+            " mostly on its round trips."
         )
     )
 
@@ -182,8 +200,12 @@ def _systems(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     for name in PEERS:
         row = figures.get(name, {})
         label = row.get("distribution", name)
-        views = [kind.removesuffix(" first") for kind in row.get("cases", {}) if kind.endswith(" first")]
-        rows += [(name, view, f"{label}, the ride" if view == "ride" else label) for view in views] or [(name, "", label)]
+        views = [
+            kind.removesuffix(" first") for kind in row.get("cases", {}) if kind.endswith(" first")
+        ]
+        rows += [
+            (name, view, f"{label}, the ride" if view == "ride" else label) for view in views
+        ] or [(name, "", label)]
     return rows
 
 
@@ -208,10 +230,17 @@ def _processor_time(figures: dict[str, Any]) -> str:
     rows = []
     for system, view, label in [("ours", "", "bare view"), *_systems(figures)]:
         if cases := figures[system].get("cases"):
-            kinds = [cases[f"{view} {kind}".strip()] for kind in (("first", "replay") if view else ("bare",))]
+            kinds = [
+                cases[f"{view} {kind}".strip()]
+                for kind in (("first", "replay") if view else ("bare",))
+            ]
             cells = [f"{kind[side]:,}" for kind in kinds for side in ("client_us", "server_us")]
             rows.append([label, *cells, *["-"] * (4 - len(cells))])
-    heads = [f"{KINDS[kind]}, {side}" for kind in ("first", "replay") for side in ("Python", "PostgreSQL")]
+    heads = [
+        f"{KINDS[kind]}, {side}"
+        for kind in ("first", "replay")
+        for side in ("Python", "PostgreSQL")
+    ]
     return table(["", *heads], rows)
 
 
@@ -224,26 +253,36 @@ def _in_process(figures: dict[str, Any]) -> str:
         for row in figures.values()
         if "bare in its framework" in row.get("cases", {})
     ]
-    text = f"The figures are ratios to the bare view, which took {bare['median_us']} us ({bare['q1_us']}-{bare['q3_us']}).\n\n"
+    text = (
+        f"The figures are ratios to the bare view, which took {bare['median_us']} us"
+        f" ({bare['q1_us']}-{bare['q3_us']}).\n\n"
+    )
     text += _ratios(figures)
     if frameworks:
         text += "\n" + prose(
-            f"Three of the peers need Django REST Framework. A bare view on it has a ratio of {min(frameworks):.2f} to "
-            f"{max(frameworks):.2f}."
+            "Three of the peers need Django REST Framework. A bare view on it has a ratio of"
+            f" {min(frameworks):.2f} to {max(frameworks):.2f}."
         )
     if beside := figures.get("beside"):
         text += "\n" + prose(
-            "The cost of a statement relative to a COMMIT differs between machines. A ratio between two systems differs less:"
+            "The cost of a statement relative to a COMMIT differs between machines. A ratio between"
+            " two systems differs less:"
         )
         text += "\n" + table(
             ["", "ratio"],
             [
-                [(f"our {name}" if "over idemkit" in name else name).replace(" over ", " relative to "), f"{ratio:.2f}"]
+                [
+                    (f"our {name}" if "over idemkit" in name else name).replace(
+                        " over ", " relative to "
+                    ),
+                    f"{ratio:.2f}",
+                ]
                 for name, ratio in beside.items()
             ],
         )
     text += "\n" + prose(
-        "The processor time of one request is in microseconds, in the process of the view and in all processes of PostgreSQL:"
+        "The processor time of one request is in microseconds, in the process of the view and in"
+        " all processes of PostgreSQL:"
     )
     return text + "\n" + _processor_time(figures)
 
@@ -259,18 +298,43 @@ def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
             continue
         for kind in ("first", "replay") if view else ("bare",):
             cost = cases[f"{view} {kind}".strip()]
-            hot = "-" if cost["hot_share"] is None else f"{cost['hot_updates']:g} of {cost['updates']:g}"
-            plain = [f"{cost[name]:g}" for name in ("statements", "redis_commands", "commits", "rows_written")]
-            rows.append([f"{label}: {KINDS[kind]}" if view else label, *plain, f"{cost['wal_bytes']:,}", hot])
+            hot = (
+                "-"
+                if cost["hot_share"] is None
+                else f"{cost['hot_updates']:g} of {cost['updates']:g}"
+            )
+            plain = [
+                f"{cost[name]:g}"
+                for name in ("statements", "redis_commands", "commits", "rows_written")
+            ]
+            rows.append(
+                [
+                    f"{label}: {KINDS[kind]}" if view else label,
+                    *plain,
+                    f"{cost['wal_bytes']:,}",
+                    hot,
+                ]
+            )
     text = prose(
-        "The statements are counted in PostgreSQL's log. BEGIN, SET and COMMIT are included. Each statement takes a round "
-        "trip, except the statements of this app that are sent together with BEGIN or COMMIT. The round trips are counted in "
-        "a table below."
+        "The statements are counted in PostgreSQL's log. BEGIN, SET and COMMIT are included. Each"
+        " statement takes a round trip, except the statements of this app that are sent together"
+        " with BEGIN or COMMIT. The round trips are counted in a table below."
     )
     return (
         text
         + "\n"
-        + table(["", "statements", "Redis commands", "commits", "rows written", "bytes of WAL", "HOT updates"], rows)
+        + table(
+            [
+                "",
+                "statements",
+                "Redis commands",
+                "commits",
+                "rows written",
+                "bytes of WAL",
+                "HOT updates",
+            ],
+            rows,
+        )
     )
 
 
@@ -279,35 +343,56 @@ def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
         return not_measured(figures if "error" in figures else in_process)
     counts = list(figures["ours"]["clients"])
     text = prose(
-        "The figures are responses (2xx) a second. The ratio to the bare view in the same rounds is in brackets. "
-        f"The server is {figures['server']}."
+        "The figures are responses (2xx) a second. The ratio to the bare view in the same rounds"
+        f" is in brackets. The server is {figures['server']}."
     )
     text += "\n"
     rows = []
     for system, view, label in [("ours", "", "bare view"), *_systems(in_process)]:
         clients = figures.get(system, {}).get("clients")
         if clients is None:
-            rows.append([f"{label}: {figures.get(system, {}).get('error', 'not measured')}", *["-"] * (len(counts) + 2)])
+            rows.append(
+                [
+                    f"{label}: {figures.get(system, {}).get('error', 'not measured')}",
+                    *["-"] * (len(counts) + 2),
+                ]
+            )
             continue
         for kind in ("first", "replay") if view else ("bare",):
             of_kind = {count: row[f"{view} {kind}".strip()] for count, row in clients.items()}
             cells = [_rate(of_kind.get(count), bare=not view) for count in counts]
             last = of_kind[counts[-1]]
-            refused = ", ".join(f"{number:,} x {status}" for status, number in last["statuses"].items() if status[0] != "2")
-            rows.append([f"{label}: {KINDS[kind]}" if view else label, *cells, f"{last['p99_ms']:g}", refused or "none"])
+            refused = ", ".join(
+                f"{number:,} x {status}"
+                for status, number in last["statuses"].items()
+                if status[0] != "2"
+            )
+            rows.append(
+                [
+                    f"{label}: {KINDS[kind]}" if view else label,
+                    *cells,
+                    f"{last['p99_ms']:g}",
+                    refused or "none",
+                ]
+            )
     heads = [f"{count} client{'s' if count != '1' else ''}" for count in counts]
-    text += table(["", *heads, f"p99 with {counts[-1]} clients, ms", f"refused with {counts[-1]} clients"], rows)
+    text += table(
+        ["", *heads, f"p99 with {counts[-1]} clients, ms", f"refused with {counts[-1]} clients"],
+        rows,
+    )
     text += f"\n![Answers a second](../images/{CHART_HTTP.name})\n"
     one, ride = figures["ours"]["one_key"], figures["ours"]["serializable"]
-    (first, of_first), (last, of_last), *_ = ((name, number) for name, number in one.items() if name.isdigit())
-    text += "\n" + prose(
-        f"Replays of one key write nothing and take no lock: {of_first:,} a second with {first} client, "
-        f"{of_last:,} with {last}."
+    (first, of_first), (last, of_last), *_ = (
+        (name, number) for name, number in one.items() if name.isdigit()
     )
     text += "\n" + prose(
-        f"The ride under SERIALIZABLE with {ride['clients']} clients and distinct keys has {ride['answers_a_second']:,} "
-        f"answers a second and {ride['conflicts']} conflicts (409). {ride['run_again']:,} of {ride['phases']:,} "
-        "phases ran twice."
+        f"Replays of one key write nothing and take no lock: {of_first:,} a second with {first}"
+        f" client, {of_last:,} with {last}."
+    )
+    text += "\n" + prose(
+        f"The ride under SERIALIZABLE with {ride['clients']} clients and distinct keys has"
+        f" {ride['answers_a_second']:,} answers a second and {ride['conflicts']} conflicts (409)."
+        f" {ride['run_again']:,} of {ride['phases']:,} phases ran twice."
     )
     return text
 
@@ -329,16 +414,27 @@ def _jobs(figures: dict[str, Any]) -> str:
     latency = figures["latency_ms"]
     return (
         prose(
-            "The figures are jobs a second. The client library of the queue alone sends jobs from memory. The enqueuer reads "
-            "jobs from PostgreSQL, sends them, and deletes them."
+            "The figures are jobs a second. The client library of the queue alone sends jobs from"
+            " memory. The enqueuer reads jobs from PostgreSQL, sends them, and deletes them."
         )
         + "\n"
-        + table(["", "client library", "one enqueuer", "two enqueuers", "one / client library", "two / one"], rows)
+        + table(
+            [
+                "",
+                "client library",
+                "one enqueuer",
+                "two enqueuers",
+                "one / client library",
+                "two / one",
+            ],
+            rows,
+        )
         + "\n"
         + prose(
-            f"The time from COMMIT to the queue is {latency['after_commit']['p50']} ms "
-            f"(p99 {latency['after_commit']['p99']} ms) with the hand-over after COMMIT. It is {latency['loop']['p50']} ms "
-            f"(p99 {latency['loop']['p99']} ms) with the loop of the enqueuer."
+            f"The time from COMMIT to the queue is {latency['after_commit']['p50']} ms (p99"
+            f" {latency['after_commit']['p99']} ms) with the hand-over after COMMIT. It is"
+            f" {latency['loop']['p50']} ms (p99 {latency['loop']['p99']} ms) with the loop of the"
+            " enqueuer."
         )
     )
 
@@ -351,10 +447,18 @@ def _sizes(figures: dict[str, Any]) -> str:
     rows = []
     for case in dict.fromkeys(row["case"] for row in figures["rows"]):
         of_case = [found.get((case, size)) for size in sizes]
-        rows.append([case, *[f"{row['median_us']:,} ({row['ratio']:.2f})" if row else "-" for row in of_case]])
-    rows.append(["bytes a key, indexes included", *[f"{row['bytes_a_key']:,}" for row in figures["tables"]]])
-    return "The figures are microseconds, with the ratio to the smallest table in brackets.\n\n" + table(
-        ["", *[f"{size:,} keys" for size in sizes]], rows
+        rows.append(
+            [
+                case,
+                *[f"{row['median_us']:,} ({row['ratio']:.2f})" if row else "-" for row in of_case],
+            ]
+        )
+    rows.append(
+        ["bytes a key, indexes included", *[f"{row['bytes_a_key']:,}" for row in figures["tables"]]]
+    )
+    return (
+        "The figures are microseconds, with the ratio to the smallest table in brackets.\n\n"
+        + table(["", *[f"{size:,} keys" for size in sizes]], rows)
     )
 
 
@@ -363,11 +467,18 @@ def _rows(figures: dict[str, Any]) -> str:
         return not_measured(figures)
     names = ("wal_bytes", "dead_rows", "disk_bytes", "delete_us", "delete_wal_bytes")
     rows = [[row["case"], *(f"{row[name]:,g}" for name in names)] for row in figures["rows"]]
-    heads = ["bytes of WAL", "dead rows", "bytes on disk before autovacuum", "DELETE, us", "DELETE, bytes of WAL"]
+    heads = [
+        "bytes of WAL",
+        "dead rows",
+        "bytes on disk before autovacuum",
+        "DELETE, us",
+        "DELETE, bytes of WAL",
+    ]
     return (
         prose(
-            "The figures are those of one key: its request, its row at the end of the request, and the deletion of the row by "
-            "SQL after VACUUM and a checkpoint. The bodies do not compress."
+            "The figures are those of one key: its request, its row at the end of the request, and"
+            " the deletion of the row by SQL after VACUUM and a checkpoint. The bodies do not"
+            " compress."
         )
         + "\n"
         + table(["", *heads], rows)
@@ -388,11 +499,18 @@ def _distance(figures: dict[str, Any]) -> str:
         ]
         for row in figures["rows"]
     ]
-    heads = ["round trips", "near, us", "near, not prepared, us", "far, us", "far, ratio to the bare view"]
+    heads = [
+        "round trips",
+        "near, us",
+        "near, not prepared, us",
+        "far, us",
+        "far, ratio to the bare view",
+    ]
     return (
         prose(
-            f"A proxy delays each round trip by {figures['round_trip_us']:,} us. Without the option `prepare_threshold` "
-            "PostgreSQL plans each statement again; the ratio to prepared statements is in brackets."
+            f"A proxy delays each round trip by {figures['round_trip_us']:,} us. Without the option"
+            " `prepare_threshold` PostgreSQL plans each statement again; the ratio to prepared"
+            " statements is in brackets."
         )
         + "\n"
         + table(["", *heads], rows)
@@ -405,8 +523,8 @@ def _all_at_a_distance(figures: dict[str, Any]) -> str:
     bare = figures["ours"]["cases"]["bare"]
     return (
         prose(
-            "All systems at the same distance from PostgreSQL and from Redis, as ratios to the bare view, which took "
-            f"{bare['median_us']:,} us there:"
+            "All systems at the same distance from PostgreSQL and from Redis, as ratios to the"
+            f" bare view, which took {bare['median_us']:,} us there:"
         )
         + "\n"
         + _ratios(figures)
@@ -417,12 +535,14 @@ def _replication(figures: dict[str, Any]) -> str:
     if "error" in figures:
         return not_measured(figures)
     rows = [
-        [row["case"], f"{row['without_us']:,}", f"{row['confirmed_us']:,}", f"{row['ratio']:.2f}"] for row in figures["rows"]
+        [row["case"], f"{row['without_us']:,}", f"{row['confirmed_us']:,}", f"{row['ratio']:.2f}"]
+        for row in figures["rows"]
     ]
     return (
         prose(
-            "The setting `CONFIRM_REPLICATED` adds a barrier to a replay, which waits for the disk of the primary and of its "
-            "synchronous standby. Both servers share the disk and the cores here, without a network between them."
+            "The setting `CONFIRM_REPLICATED` adds a barrier to a replay, which waits for the disk"
+            " of the primary and of its synchronous standby. Both servers share the disk and the"
+            " cores here, without a network between them."
         )
         + "\n"
         + table(["", "without, us", "with the setting, us", "ratio"], rows)
@@ -433,22 +553,34 @@ def _reaper(figures: dict[str, Any]) -> str:
     if "error" in figures:
         return not_measured(figures)
     rows = [
-        [name, f"{figures[name]['claims']:,}", f"{figures[name]['p50_ms']:g}", f"{figures[name]['p99_ms']:g}"]
+        [
+            name,
+            f"{figures[name]['claims']:,}",
+            f"{figures[name]['p50_ms']:g}",
+            f"{figures[name]['p99_ms']:g}",
+        ]
         for name in ("before", "while reaping")
     ]
     return (
-        f"Claims run at a fixed rate, first alone, then during the deletion of {figures['keys']:,} expired keys.\n\n"
-        + table(["", "claims", "p50, ms", "p99, ms"], rows)
+        f"Claims run at a fixed rate, first alone, then during the deletion of {figures['keys']:,}"
+        " expired keys.\n\n" + table(["", "claims", "p50, ms", "p99, ms"], rows)
     )
 
 
 def _peers(figures: dict[str, Any]) -> str:
     lines = []
     for name in PEERS:
-        text = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "peers" / f"{name}.py").read_text())) or ""
+        text = (
+            ast.get_docstring(ast.parse((ROOT / "benchmarks" / "peers" / f"{name}.py").read_text()))
+            or ""
+        )
         version = figures.get(name, {}).get("version", "")
-        label, _, rest = text.replace("``", "`").replace("\n\n", " ").replace("\n", " ").partition(": ")
-        lines.append(prose(f"- **{label} {version}**: {rest}" if version else f"- **{label}**: {rest}", "  "))
+        label, _, rest = (
+            text.replace("``", "`").replace("\n\n", " ").replace("\n", " ").partition(": ")
+        )
+        lines.append(
+            prose(f"- **{label} {version}**: {rest}" if version else f"- **{label}**: {rest}", "  ")
+        )
     return "".join(lines)
 
 
@@ -456,9 +588,23 @@ def _chart(figures: dict[str, Any]) -> str:
     groups = []
     for system, view, label in _systems(figures):
         cases = figures[system].get("cases", {})
-        if cases and (system, view) != ("dbos", "ride"):  # Its bar would shrink all others to lines.
-            groups.append((label, [cases.get(f"{view} {kind}", {}).get("ratio") for kind in ("first", "replay", "conflict")]))
-    return bars("Time over that of the bare view", ["first request", "replay", "in progress"], groups, line_at=1)
+        # Its bar would shrink all others to lines.
+        if cases and (system, view) != ("dbos", "ride"):
+            groups.append(
+                (
+                    label,
+                    [
+                        cases.get(f"{view} {kind}", {}).get("ratio")
+                        for kind in ("first", "replay", "conflict")
+                    ],
+                )
+            )
+    return bars(
+        "Time over that of the bare view",
+        ["first request", "replay", "in progress"],
+        groups,
+        line_at=1,
+    )
 
 
 def _chart_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
@@ -466,8 +612,15 @@ def _chart_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
     groups = [("bare view", [figures["ours"]["clients"][count]["bare"]["answers_a_second"], None])]
     for system, view, label in _systems(in_process):
         if row := figures.get(system, {}).get("clients", {}).get(count):
-            groups.append((label, [row[f"{view} {kind}"]["answers_a_second"] for kind in ("first", "replay")]))
-    return bars(f"Answers a second over HTTP, {count} clients", ["first request", "replay"], groups, digits=0)
+            groups.append(
+                (label, [row[f"{view} {kind}"]["answers_a_second"] for kind in ("first", "replay")])
+            )
+    return bars(
+        f"Answers a second over HTTP, {count} clients",
+        ["first request", "replay"],
+        groups,
+        digits=0,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Measure the cost of a key's row with bodies of 0, 1 and 10 KB, from its claim to its deletion.
 
-Run ``python -m benchmarks --only rows``. The server is a PostgreSQL in a temporary folder; autovacuum of the table is off.
-Bodies are random, so they do not compress. VACUUM and a checkpoint precede the deletion, as they do for keys of yesterday.
-After a checkpoint, the first change of a page writes the whole page to the WAL.
+Run ``python -m benchmarks --only rows``. The server is a PostgreSQL in a temporary folder;
+autovacuum of the table is off. Bodies are random, so they do not compress. VACUUM and a checkpoint
+precede the deletion, as they do for keys of yesterday. After a checkpoint, the first change of a
+page writes the whole page to the WAL.
 """
 
 import json
@@ -58,7 +59,11 @@ def measure_here(requests: int) -> dict[str, Any]:
 
             migrate()
             logging.disable(logging.CRITICAL)
-            return {"rows": [_cost(kind, size, requests) for size in KILOBYTES for kind in ("plain", "ride")]}
+            return {
+                "rows": [
+                    _cost(kind, size, requests) for size in KILOBYTES for kind in ("plain", "ride")
+                ]
+            }
 
 
 def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
@@ -78,7 +83,8 @@ def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
     with connection.cursor() as cursor:
         cursor.execute(EMPTY)
         cursor.execute(LEAVE_ALONE)
-        wal = [count(ask).wal_bytes for _ in range(2 * COUNTED)][COUNTED:]  # The first requests read the catalogue.
+        # The first requests read the catalogue.
+        wal = [count(ask).wal_bytes for _ in range(2 * COUNTED)][COUNTED:]
         cursor.execute(EMPTY)
         cursor.execute(FLUSH)
         cursor.execute(STATE)
@@ -111,4 +117,6 @@ def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
 
 def body_of(size: int) -> str:
     """Return a JSON object with a random text of ``size`` characters, which does not compress."""
-    return json.dumps({"text": "".join(random.choices(string.ascii_letters + string.digits, k=size))})
+    return json.dumps(
+        {"text": "".join(random.choices(string.ascii_letters + string.digits, k=size))}
+    )

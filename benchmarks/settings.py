@@ -1,10 +1,17 @@
-"""Settings of the benchmarks: the settings of the demo without its middleware, plus the settings of the peers."""
+"""Settings of the benchmarks: the settings of the demo without its middleware, plus the settings of
+the peers."""
 
 from rides_demo.settings import *  # noqa: F403
 from rides_demo.settings import DATABASES, INSTALLED_APPS, REDIS_URL
 
-INSTALLED_APPS = [*INSTALLED_APPS, "rest_framework", "rest_framework_idempotency_key", "drf_idempotencykey"]
-# The middleware of a peer wraps only the view of this peer, so that it costs the other systems nothing.
+INSTALLED_APPS = [
+    *INSTALLED_APPS,
+    "rest_framework",
+    "rest_framework_idempotency_key",
+    "drf_idempotencykey",
+]
+# The middleware of a peer wraps only the view of this peer, so that it costs the other systems
+# nothing.
 MIDDLEWARE = []
 ROOT_URLCONF = "benchmarks.urls"
 

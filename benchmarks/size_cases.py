@@ -1,8 +1,9 @@
-"""The cases that ``benchmarks.sizes`` measures at each size: claims, replays, completer, reaper, admin, doctor.
+"""The cases that ``benchmarks.sizes`` measures at each size: claims, replays, completer, reaper,
+admin, doctor.
 
-Import this module after Django is set up. A case is the number of its calls in a round, and a function. The function receives
-the alias of the database and its number of keys, and returns the seconds of one call, or of one key of a call. These seconds
-do not include the preparation.
+Import this module after Django is set up. A case is the number of its calls in a round, and a
+function. The function receives the alias of the database and its number of keys, and returns the
+seconds of one call, or of one key of a call. These seconds do not include the preparation.
 """
 
 import hashlib
@@ -33,7 +34,8 @@ from idempotency.monitoring.doctor import diagnose
 from idempotency.phases import atomic_phase
 from idempotency.reaper import reap_once
 
-#: Abandoned keys that a measured pass of the completer finishes, and expired keys that a pass of the reaper deletes.
+#: Abandoned keys that a measured pass of the completer finishes, and expired keys that a pass of
+#: the reaper deletes.
 ABANDONED, EXPIRED = 10, 300
 SCOPES = 1000
 POINTS = ("started",)
@@ -41,7 +43,8 @@ ADMIN = "/admin/idempotency/idempotencykey/"
 
 Case = tuple[int, Callable[[str, int], float]]
 
-#: Insert the rows ``first`` to ``last`` of a run of keys, finished or abandoned. Creation times are evenly spaced.
+#: Insert the rows ``first`` to ``last`` of a run of keys, finished or abandoned. Creation times are
+#: evenly spaced.
 FILL = """
 INSERT INTO idempotency_idempotencykey (
     scope, idempotency_key, created_at, last_run_at, finished_at, expires_at, attempts,
@@ -132,11 +135,15 @@ def stored(keys: int) -> HttpRequest:
     """Return a request with a random key of the filled table."""
     number = random.randint(1, keys)
     text = hashlib.md5(f"fill{number}".encode(), usedforsecurity=False).hexdigest()
-    return ask("-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])), f"user:{number % SCOPES}")
+    return ask(
+        "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])),
+        f"user:{number % SCOPES}",
+    )
 
 
 def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) -> float:
-    """Return the seconds of a request; raise RuntimeError if the response is no 201, or not ``replayed`` as expected."""
+    """Return the seconds of a request; raise RuntimeError if the response is no 201, or not
+    ``replayed`` as expected."""
     start = time.perf_counter()
     response = view(request)
     taken = time.perf_counter() - start
@@ -146,7 +153,9 @@ def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) 
 
 
 def _captured(request: HttpRequest, scope: str, key: str, view: Any) -> ClaimedRequest:
-    return stored_request.capture(request, scope, Hidden(key), view.idempotency, view="", framework=False)
+    return stored_request.capture(
+        request, scope, Hidden(key), view.idempotency, view="", framework=False
+    )
 
 
 def claim(alias: str, keys: int) -> float:
@@ -179,7 +188,8 @@ def reap(alias: str, keys: int) -> float:
 
 
 def page(query: str, name: str = "changelist_view") -> float:
-    """Return the seconds of the admin's list of keys, or of another page of the admin, without the middleware."""
+    """Return the seconds of the admin's list of keys, or of another page of the admin, without the
+    middleware."""
     request = RequestFactory().get(ADMIN + query)
     request.resolver_match = resolve(ADMIN)
     request.user = get_user_model()(pk=1, is_staff=True, is_superuser=True)
@@ -195,7 +205,8 @@ def page(query: str, name: str = "changelist_view") -> float:
 
 
 def insert(alias: str, run: str, last: int, *, first: int = 1, of: int = 0, **values: Any) -> None:
-    """Insert the keys ``first`` to ``last`` of a run of ``of`` keys, as the views of this module store them."""
+    """Insert the keys ``first`` to ``last`` of a run of ``of`` keys, as the views of this module
+    store them."""
     described = _captured(ask(), "", "", plain if values.get("finished", True) else phased)
     headers = described.request_headers
     parameters = {

@@ -1,13 +1,14 @@
 """Measure the same requests on tables of 10 thousand and of 1 million keys.
 
-``python -m benchmarks.sizes [--quick] [--scale] [--json FILE]`` starts a PostgreSQL in a temporary folder. Each size has a
-separate database on the same server. Each call runs on all databases in turn, so that other load on the machine affects all of
-them. With ``--quick`` the larger table has 100 thousand keys. ``--scale`` adds a table of 10 million keys, which takes about
-15 GB of disk. The command prints a table, and exits with 1 if a claim or a replay takes more than ``SIZE_AT_MOST`` times its
-time at 10 thousand keys.
+``python -m benchmarks.sizes [--quick] [--scale] [--json FILE]`` starts a PostgreSQL in a temporary
+folder. Each size has a separate database on the same server. Each call runs on all databases in
+turn, so that other load on the machine affects all of them. With ``--quick`` the larger table has
+100 thousand keys. ``--scale`` adds a table of 10 million keys, which takes about 15 GB of disk. The
+command prints a table, and exits with 1 if a claim or a replay takes more than ``SIZE_AT_MOST``
+times its time at 10 thousand keys.
 
-New keys are random, like those of real clients, and replays use random stored keys. The pages that the larger tables use do
-not fit into the buffers of PostgreSQL (128 MB here).
+New keys are random, like those of real clients, and replays use random stored keys. The pages that
+the larger tables use do not fit into the buffers of PostgreSQL (128 MB here).
 """
 
 import argparse
@@ -29,7 +30,11 @@ from typing import Any
 from benchmarks.targets import SIZE_AT_MOST
 from rides_demo.processes.embedded import Postgres, postgres_url
 
-SIZES, QUICK_SIZES, SCALE_SIZES = (10_000, 1_000_000), (10_000, 100_000), (10_000, 1_000_000, 10_000_000)
+SIZES, QUICK_SIZES, SCALE_SIZES = (
+    (10_000, 1_000_000),
+    (10_000, 100_000),
+    (10_000, 1_000_000, 10_000_000),
+)
 ROUNDS, QUICK_ROUNDS = 30, 8
 #: The cases that have a target.
 WITH_TARGET = ("plain claim", "phased claim", "plain replay", "phased replay")
@@ -39,9 +44,11 @@ BYTES = """
 SELECT pg_table_size('idempotency_idempotencykey'), pg_indexes_size('idempotency_idempotencykey'),
     (SELECT round(avg(pg_column_size(k.*))) FROM (SELECT * FROM idempotency_idempotencykey LIMIT 10000) AS k)
 """
-#: After a checkpoint, the first change of each page writes the whole page to the WAL; a larger table has more such pages.
+#: After a checkpoint, the first change of each page writes the whole page to the WAL; a larger
+#: table has more such pages.
 CLAIMS_AFTER_CHECKPOINT = 300
-#: Counts the pages that are read to find a key: the only figure here that is the same on every machine.
+#: Counts the pages that are read to find a key: the only figure here that is the same on every
+#: machine.
 LOOK = """
 EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT request_fingerprint FROM idempotency_idempotencykey
 WHERE scope = 'scope=user:1' AND idempotency_key = md5('fill1')::uuid::text
@@ -62,7 +69,9 @@ class ToOneSize:
 
 def main() -> None:
     """Measure, print the figures, and exit with 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="Smaller tables, fewer rounds.")
     parser.add_argument("--scale", action="store_true", help="10 million keys as well.")
     parser.add_argument("--json", type=Path, help="Where the figures go.")
@@ -77,8 +86,11 @@ def main() -> None:
     sys.exit(bool(missed))
 
 
-def measure(quick: bool, *, sizes: Sequence[int] | None = None, rounds: int | None = None) -> dict[str, Any]:
-    """Return the tables, and for each case and size the median and the quartiles in microseconds and the ratio to the smallest.
+def measure(
+    quick: bool, *, sizes: Sequence[int] | None = None, rounds: int | None = None
+) -> dict[str, Any]:
+    """Return the tables, and for each case and size the median and the quartiles in microseconds
+    and the ratio to the smallest.
 
     The function starts a process and a server, so the caller need not set up Django.
     """
@@ -133,7 +145,8 @@ def alternate(aliases: dict[int, str], rounds: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def databases(sizes: Sequence[int]) -> Iterator[dict[int, str]]:
-    """Create an empty database with an alias for each size; drop the databases at the end of the block."""
+    """Create an empty database with an alias for each size; drop the databases at the end of the
+    block."""
     from django.core.management import call_command
     from django.db import connection, connections
 
@@ -159,7 +172,8 @@ def databases(sizes: Sequence[int]) -> Iterator[dict[int, str]]:
 
 
 def fill(alias: str, keys: int) -> dict[str, Any]:
-    """Fill the table of a size with finished keys of the last 60 hours; return its size and the costs of a lookup."""
+    """Fill the table of a size with finished keys of the last 60 hours; return its size and the
+    costs of a lookup."""
     from django.db import connections
 
     from benchmarks import size_cases
@@ -167,7 +181,14 @@ def fill(alias: str, keys: int) -> dict[str, Any]:
     print(f"sizes: filling a table with {keys:,} keys", flush=True)
     start = time.monotonic()
     for first in range(1, keys + 1, FILL_AT_ONCE):
-        size_cases.insert(alias, "fill", min(first + FILL_AT_ONCE - 1, keys), first=first, of=keys, oldest_hours=60)
+        size_cases.insert(
+            alias,
+            "fill",
+            min(first + FILL_AT_ONCE - 1, keys),
+            first=first,
+            of=keys,
+            oldest_hours=60,
+        )
     with connections[alias].cursor() as cursor:
         cursor.execute("VACUUM ANALYZE idempotency_idempotencykey")
         cursor.execute("CHECKPOINT")
@@ -197,13 +218,25 @@ def fill(alias: str, keys: int) -> dict[str, Any]:
 def print_table(found: dict[str, Any]) -> None:
     """Print the figures."""
     for table in found["tables"]:
-        megabytes = f"{table['table_bytes'] / 1e6:,.0f} MB and {table['index_bytes'] / 1e6:,.0f} MB of indexes"
-        print(f"{table['keys']:>10,} keys: {megabytes}; a row {table['row_bytes']} bytes, with all {table['bytes_a_key']}")
+        megabytes = (
+            f"{table['table_bytes'] / 1e6:,.0f} MB and {table['index_bytes'] / 1e6:,.0f} MB of"
+            " indexes"
+        )
+        print(
+            f"{table['keys']:>10,} keys: {megabytes}; a row {table['row_bytes']} bytes, with all"
+            f" {table['bytes_a_key']}"
+        )
         looks = f"{table['pages_a_look']} pages for a look"
-        print(f"{'':16} {looks}, {table['wal_bytes_a_claim']} bytes of WAL for each claim after a checkpoint")
+        print(
+            f"{'':16} {looks}, {table['wal_bytes_a_claim']} bytes of WAL for each claim after a"
+            " checkpoint"
+        )
     for row in found["rows"]:
         spread = f"({row['q1_us']}-{row['q3_us']})"
-        print(f"{row['case']:20} {row['keys']:>10,} keys  {row['median_us']:7} us {spread:17} ratio {row['ratio']:5.2f}")
+        print(
+            f"{row['case']:20} {row['keys']:>10,} keys  {row['median_us']:7} us {spread:17} ratio"
+            f" {row['ratio']:5.2f}"
+        )
 
 
 def missed_targets(found: dict[str, Any]) -> list[str]:

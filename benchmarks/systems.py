@@ -1,5 +1,5 @@
-"""This app and the peers on the same servers: one client in process, near and at a distance; the costs of a request; and
-clients over HTTP."""
+"""This app and the peers on the same servers: one client in process, near and at a distance; the
+costs of a request; and clients over HTTP."""
 
 from typing import Any
 
@@ -16,7 +16,9 @@ def measure(quick: bool) -> dict[str, Any]:
         migrate()
         figures = in_process.measure(NAMES, in_process.QUICK_ROUNDS if quick else in_process.ROUNDS)
         with far_away(servers):
-            far = in_process.measure(NAMES, in_process.QUICK_FAR_ROUNDS if quick else in_process.FAR_ROUNDS)
+            far = in_process.measure(
+                NAMES, in_process.QUICK_FAR_ROUNDS if quick else in_process.FAR_ROUNDS
+            )
         views = {
             name: [kind.removesuffix(" first") for kind in row["cases"] if kind.endswith(" first")]
             for name, row in figures.items()

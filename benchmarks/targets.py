@@ -1,7 +1,7 @@
 """The targets of ``make bench``, in one place.
 
-If a limit cannot be met, change it here, with a comment that states the cause, the profile that shows it, and the best figure.
-Ratios are relative to the bare view of the same run.
+If a limit cannot be met, change it here, with a comment that states the cause, the profile that
+shows it, and the best figure. Ratios are relative to the bare view of the same run.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from typing import Any
 
 SIZE_AT_MOST = 1.25
 REAPER_AT_MOST = 2.0
-#: The original limit was 0.9. In four runs, RQ reached 0.69 to 0.80 of the rate of its client library, Celery 0.77 to 0.86.
-#: The enqueuer also reads the rows into model instances and deletes them. With Celery on Redis it updates each row instead,
-#: and keeps it until its job took effect.
+#: The original limit was 0.9. In four runs, RQ reached 0.69 to 0.80 of the rate of its client
+#: library, Celery 0.77 to 0.86. The enqueuer also reads the rows into model instances and deletes
+#: them. With Celery on Redis it updates each row instead, and keeps it until its job took effect.
 OF_DIRECT_AT_LEAST = 0.6
 TWO_TO_ONE_AT_LEAST = 1.4
 
@@ -20,8 +20,8 @@ TWO_TO_ONE_AT_LEAST = 1.4
 class Target:
     """A limit of one figure.
 
-    ``path`` is the path of the figure in the results. A dict in the path selects rows of a list by their values. If it
-    selects several rows, the worst figure counts.
+    ``path`` is the path of the figure in the results. A dict in the path selects rows of a list by
+    their values. If it selects several rows, the worst figure counts.
     """
 
     name: str
@@ -37,15 +37,23 @@ class Target:
         for step in self.path:
             if isinstance(step, dict):
                 rows = [row for each in found for row in each]
-                found = [row for row in rows if all(row[name] == value for name, value in step.items())]
+                found = [
+                    row for row in rows if all(row[name] == value for name, value in step.items())
+                ]
             else:
-                found = [each[step] for each in found if isinstance(each, dict) and each.get(step) is not None]
+                found = [
+                    each[step]
+                    for each in found
+                    if isinstance(each, dict) and each.get(step) is not None
+                ]
         return (min if self.at_least else max)(found, default=None)
 
     def met(self, results: dict[str, Any]) -> bool:
         """Return whether the figure was measured and is within its limit."""
         figure = self.measured(results)
-        return figure is not None and (figure >= self.limit if self.at_least else figure <= self.limit)
+        return figure is not None and (
+            figure >= self.limit if self.at_least else figure <= self.limit
+        )
 
 
 def _ratio(kind: str) -> tuple[str, ...]:
@@ -77,30 +85,56 @@ def _serializable(what: str) -> tuple[str, ...]:
 
 
 TARGETS = (
-    # The cost of a statement relative to a COMMIT differs between machines for all systems, so no ratio to the bare view is
-    # the same on all machines. These limits only detect a regression. The limits below, relative to the best safe peer of
-    # the same run, are the claims. Near the database, processor time is the bound: round trips are those of the bare view.
+    # The cost of a statement relative to a COMMIT differs between machines for all systems, so no
+    # ratio to the bare view is the same on all machines. These limits only detect a regression. The
+    # limits below, relative to the best safe peer of the same run, are the claims. Near the
+    # database, processor time is the bound: round trips are those of the bare view.
     Target("plain view, first request", _ratio("plain first"), 3.5, wanted=2.7),
     Target("plain view, replay", _ratio("plain replay"), 1.5, wanted=1.2),
     Target("phased view, replay", _ratio("ride replay"), 1.3, wanted=0.85),
     Target("plain view, conflict (409)", _ratio("plain conflict"), 1.5),
     Target("phased view, conflict (409)", _ratio("ride conflict"), 1.4),
     Target("the ride", _ratio("ride first"), 9, wanted=6.6),
-    # A replay is one or two statements on both sides, and more than half of it is processor time of Django and the driver.
-    # At a distance, the original limits are met.
-    Target("plain view, first request: time relative to idemkit", _beside("plain first over idemkit's"), 0.55, wanted=0.42),
-    Target("plain view, replay: time relative to idemkit", _beside("plain replay over idemkit's"), 0.63, wanted=0.45),
-    Target("phased view, replay: time relative to idemkit", _beside("ride replay over idemkit's"), 0.5, wanted=0.33),
+    # A replay is one or two statements on both sides, and more than half of it is processor time of
+    # Django and the driver. At a distance, the original limits are met.
+    Target(
+        "plain view, first request: time relative to idemkit",
+        _beside("plain first over idemkit's"),
+        0.55,
+        wanted=0.42,
+    ),
+    Target(
+        "plain view, replay: time relative to idemkit",
+        _beside("plain replay over idemkit's"),
+        0.63,
+        wanted=0.45,
+    ),
+    Target(
+        "phased view, replay: time relative to idemkit",
+        _beside("ride replay over idemkit's"),
+        0.5,
+        wanted=0.33,
+    ),
     *[
-        Target(f"{case}: time relative to idemkit at a distance", _beside(f"{figure} over idemkit's", "at_a_distance"), limit)
+        Target(
+            f"{case}: time relative to idemkit at a distance",
+            _beside(f"{figure} over idemkit's", "at_a_distance"),
+            limit,
+        )
         for case, figure, limit in (
             ("plain view, first request", "plain first", 0.42),
             ("plain view, replay", "plain replay", 0.5),
             ("phased view, replay", "ride replay", 0.33),
         )
     ],
-    Target("the ride: time of DBOS relative to ours", _beside("DBOS's ride over ours"), 6, at_least=True),
-    # Round trips include the work. A plain view sends its claim with BEGIN, and a transaction its last statement with COMMIT.
+    Target(
+        "the ride: time of DBOS relative to ours",
+        _beside("DBOS's ride over ours"),
+        6,
+        at_least=True,
+    ),
+    # Round trips include the work. A plain view sends its claim with BEGIN, and a transaction its
+    # last statement with COMMIT.
     Target("plain view, first request: round trips", _far("plain first", "round_trips"), 3),
     Target("plain view, replay: round trips", _far("plain replay", "round_trips"), 2),
     Target("phased view, replay: round trips", _far("phased replay", "round_trips"), 1),
@@ -114,10 +148,14 @@ TARGETS = (
     Target("phased view, replay: bytes of WAL", _cost("ride replay", "wal_bytes"), 0),
     Target("plain view, first request: commits", _cost("plain first", "commits"), 1),
     Target("the ride: commits", _cost("ride first", "commits"), 4),
-    Target("plain view: HOT share of key updates", _cost("plain first", "hot_share"), 1, at_least=True),
-    # All updates but the last: a finish removes the key from the partial index on unfinished keys, with which the completer
-    # finds its work.
-    Target("the ride: HOT share of key updates", _cost("ride first", "hot_share"), 0.66, at_least=True),
+    Target(
+        "plain view: HOT share of key updates", _cost("plain first", "hot_share"), 1, at_least=True
+    ),
+    # All updates but the last: a finish removes the key from the partial index on unfinished keys,
+    # with which the completer finds its work.
+    Target(
+        "the ride: HOT share of key updates", _cost("ride first", "hot_share"), 0.66, at_least=True
+    ),
     Target(
         "replays of one key a second: 8 clients relative to 1",
         ("systems", "over_http", "ours", "one_key", "growth"),
@@ -126,15 +164,21 @@ TARGETS = (
     ),
     Target("16 HTTP clients, plain view: conflicts (409)", _http("plain first", "conflicts"), 0),
     Target(
-        # The original limit was 0.6. This app reaches 0.45, and idemkit 0.27: clients, gunicorn and PostgreSQL keep both
-        # shared cores busy. No request waits for a lock.
+        # The original limit was 0.6. This app reaches 0.45, and idemkit 0.27: clients, gunicorn and
+        # PostgreSQL keep both shared cores busy. No request waits for a lock.
         "16 HTTP clients, plain view: responses a second relative to the bare view",
         _http("plain first", "of_bare"),
         0.4,
         at_least=True,
     ),
-    Target("16 HTTP clients, the ride, SERIALIZABLE: conflicts (409)", _serializable("conflicts"), 0),
-    Target("16 HTTP clients, the ride, SERIALIZABLE: share of phases run twice", _serializable("run_again_share"), 0.05),
+    Target(
+        "16 HTTP clients, the ride, SERIALIZABLE: conflicts (409)", _serializable("conflicts"), 0
+    ),
+    Target(
+        "16 HTTP clients, the ride, SERIALIZABLE: share of phases run twice",
+        _serializable("run_again_share"),
+        0.05,
+    ),
     *[
         Target(
             f"{case}: time in a large table relative to 10 thousand keys",
@@ -153,15 +197,22 @@ TARGETS = (
                 OF_DIRECT_AT_LEAST,
                 at_least=True,
             ),
-            Target(f"{name}: two enqueuers relative to one", ("jobs", queue, "two_to_one"), TWO_TO_ONE_AT_LEAST, at_least=True),
+            Target(
+                f"{name}: two enqueuers relative to one",
+                ("jobs", queue, "two_to_one"),
+                TWO_TO_ONE_AT_LEAST,
+                at_least=True,
+            ),
         )
     ],
     # Before the columns of the request were the first of the row, the figure was 7,700.
     Target("the ride with 1 KB of body: bytes of WAL", _row("ride, 1 KB", "wal_bytes"), 4600),
-    # A plain view updates its row once, in the transaction that inserts it. A separate table of responses would avoid
-    # the update; docs/explanation/scaling.md says why there is no such table.
+    # A plain view updates its row once, in the transaction that inserts it. A separate table of
+    # responses would avoid the update; docs/explanation/scaling.md says why there is no such table.
     Target("plain view: dead rows a request", _row("plain, 1 KB", "dead_rows"), 1, wanted=0),
-    Target("p99 of a claim during deletion relative to before", ("reaper", "ratio"), REAPER_AT_MOST),
+    Target(
+        "p99 of a claim during deletion relative to before", ("reaper", "ratio"), REAPER_AT_MOST
+    ),
 )
 
 
@@ -172,5 +223,8 @@ def missed(results: dict[str, Any]) -> list[str]:
         if not target.met(results):
             figure = target.measured(results)
             bound = "at least" if target.at_least else "at most"
-            lines.append(f"{target.name}: {'not measured' if figure is None else figure}, target {bound} {target.limit:g}")
+            lines.append(
+                f"{target.name}: {'not measured' if figure is None else figure}, target {bound}"
+                f" {target.limit:g}"
+            )
     return lines

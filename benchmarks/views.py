@@ -1,4 +1,5 @@
-"""The work that is measured: one INSERT in a bare view, under ``@idempotent``, and as a ride of four commits."""
+"""The work that is measured: one INSERT in a bare view, under ``@idempotent``, and as a ride of
+four commits."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +37,8 @@ def answer() -> JsonResponse:
 
 
 def charge() -> None:
-    """Stand in for a downstream call. It does nothing, so that it costs the same, nothing, in all systems."""
+    """Stand in for a downstream call. It does nothing, so that it costs the same, nothing, in all
+    systems."""
 
 
 def bare(request: HttpRequest) -> HttpResponse:

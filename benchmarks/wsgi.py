@@ -1,4 +1,5 @@
-"""The application of gunicorn: the bare view and the views of the system that ``BENCH_SYSTEM`` names."""
+"""The application of gunicorn: the bare view and the views of the system that ``BENCH_SYSTEM``
+names."""
 
 import os
 

@@ -21,18 +21,22 @@ from idempotency.models import DownstreamCall
 logger = logging.getLogger("idempotency")
 
 #: The reason while ``on_abandon`` runs; it remains if ``on_abandon`` is interrupted.
-BEGUN = "The function on_abandon was begun and did not end. Check its effects on downstream services, then answer the key."
+BEGUN = (
+    "The function on_abandon was begun and did not end. Check its effects on downstream services,"
+    " then answer the key."
+)
 
 
 def settle(pk: int, *, using: str) -> bool | None:
     """Settle an unfinished key past its retention. Several processes may try; one succeeds.
 
-    On return the key is finished with the response of ``on_abandon`` (True) or stuck (False). The result is None in these
-    cases: a run or another process has the key; only a retry of its client runs it from now on; PREPARE_REQUEST or a path
-    converter fails, because the view may have an ``on_abandon``.
+    On return the key is finished with the response of ``on_abandon`` (True) or stuck (False). The
+    result is None in these cases: a run or another process has the key; only a retry of its client
+    runs it from now on; PREPARE_REQUEST or a path converter fails, because the view may have an
+    ``on_abandon``.
 
-    Before ``on_abandon`` runs, outside any transaction, the key is marked as stuck. If the process dies during it, the key
-    stays stuck and ``on_abandon`` does not run again.
+    Before ``on_abandon`` runs, outside any transaction, the key is marked as stuck. If the process
+    dies during it, the key stays stuck and ``on_abandon`` does not run again.
     """
     if (key := rows.read(pk, using=using)) is None:
         return None
@@ -47,7 +51,8 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
     except FAILURES as error:
         if isinstance(error, Error) and not accepts_writes(using):
             raise
-        # The next pass tries again. If it fails for days, the completer marks the key after its last attempt.
+        # The next pass tries again. If it fails for days, the completer marks the key after its
+        # last attempt.
         logger.error(
             "the view of key %s cannot be found, so the key is not settled",
             key.key_hash,
@@ -58,14 +63,22 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
     if not has_on_abandon:
         if key.untouched and not work.is_whole:
             # Only a retry of the client can run it, and nothing is to be undone.
-            if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is not None:
-                fence.leave_to_client(claimed, "Only its client can send the request again.", using=using)
+            if (
+                claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)
+            ) is not None:
+                fence.leave_to_client(
+                    claimed, "Only its client can send the request again.", using=using
+                )
             return None
         reason = (
-            f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
-            f"Its last error: {_text.summary(key.last_error)}"
+            f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its"
+            f" creation or its last hand-back. Its last error: {_text.summary(key.last_error)}"
         )
-        return False if settlement.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using) else None
+        return (
+            False
+            if settlement.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using)
+            else None
+        )
     if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is None:
         return None
     try:
@@ -79,8 +92,8 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
 
 
 def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
-    """Run ``on_abandon`` and store its response; return whether it was stored. Raises LockLost if the key was answered
-    meanwhile."""
+    """Run ``on_abandon`` and store its response; return whether it was stored. Raises LockLost if
+    the key was answered meanwhile."""
     if DownstreamCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():
         # The result of the call decides which effects to undo.
         doubt = CallInDoubt()
@@ -100,6 +113,11 @@ def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
         raise
     except FAILURES as error:
         failure = f"on_abandon failed: {_text.error_text(error, withheld=work.hides_errors)}"
-        logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not work.hides_errors, extra=events.about(key))
+        logger.error(
+            "on_abandon of key %s failed",
+            key.key_hash,
+            exc_info=not work.hides_errors,
+            extra=events.about(key),
+        )
     fence.mark_stuck(key, StuckCode.ON_ABANDON, failure, using=using)
     return False

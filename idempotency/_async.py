@@ -18,7 +18,8 @@ Given = TypeVar("Given")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
-#: The exceptions of a user's code that must not end a pass. SystemExit and CancelledError are not subclasses of Exception.
+#: The exceptions of a user's code that must not end a pass. SystemExit and CancelledError are not
+#: subclasses of Exception.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 #: The asyncio tasks with an open block in each thread, the innermost last.
@@ -30,8 +31,8 @@ class NeverEntered(asyncio.CancelledError):
 
 
 class EitherContext(Generic[Given]):
-    """A context manager for ``with`` and ``async with``. It enters and exits in the thread that holds the connection: the
-    thread of the caller or of the async request."""
+    """A context manager for ``with`` and ``async with``. It enters and exits in the thread that
+    holds the connection: the thread of the caller or of the async request."""
 
     def __init__(self, manager: AbstractContextManager[Given], *, holds_transaction: bool) -> None:
         self._manager, self._holds_transaction = manager, holds_transaction
@@ -41,7 +42,10 @@ class EitherContext(Generic[Given]):
         return self._manager.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> bool | None:
         return self._manager.__exit__(kind, error, traceback)
 
@@ -55,7 +59,10 @@ class EitherContext(Generic[Given]):
             raise
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> bool | None:
         return await in_thread(self._exit, kind, error, traceback)
 
@@ -63,9 +70,9 @@ class EitherContext(Generic[Given]):
         open_blocks = vars(_tasks).setdefault("open", [])
         if self._holds_transaction and open_blocks and open_blocks[-1] is not task:
             raise RuntimeError(
-                "Another asyncio task holds a transaction on the connection of this thread. The work of both tasks would be "
-                "committed or rolled back together. Give each task its own thread: "
-                "async with asgiref.sync.ThreadSensitiveContext()."
+                "Another asyncio task holds a transaction on the connection of this thread. The"
+                " work of both tasks would be committed or rolled back together. Give each task its"
+                " own thread: async with asgiref.sync.ThreadSensitiveContext()."
             )
         given = _hidden.Hidden(self.__enter__())
         self._entered = True
@@ -82,9 +89,11 @@ class EitherContext(Generic[Given]):
 
 
 async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
-    """Call ``function`` in the thread of the connection and wait for it; raise a cancellation only after it returns.
+    """Call ``function`` in the thread of the connection and wait for it; raise a cancellation only
+    after it returns.
 
-    If a queued ``__aexit__`` were cancelled, its transaction would stay open and include later writes.
+    If a queued ``__aexit__`` were cancelled, its transaction would stay open and include later
+    writes.
     """
     context, cancelled = copy_context(), None
     work = asyncio.create_task(sync_to_async(function)(*args), context=context)
@@ -94,7 +103,8 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
         except asyncio.CancelledError as error:
             cancelled = error
     here = copy_context()
-    for variable, value in context.items():  # Copy the context variables that hooks and receivers have set there.
+    # Copy the context variables that hooks and receivers have set there.
+    for variable, value in context.items():
         if variable not in here or here[variable] is not value:
             variable.set(value)
     if cancelled is not None and not work.cancelled():
@@ -105,10 +115,13 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
 def either_context(
     *, holds_transaction: bool
 ) -> Callable[[Callable[Arguments, Iterator[Given]]], Callable[Arguments, EitherContext[Given]]]:
-    """Make a context manager of a generator function, like ``contextlib.contextmanager``, also for ``async with``. Set
-    ``holds_transaction`` if the block is a transaction. Asyncio tasks must not share the transaction of a connection."""
+    """Make a context manager of a generator function, like ``contextlib.contextmanager``, also for
+    ``async with``. Set ``holds_transaction`` if the block is a transaction. Asyncio tasks must not
+    share the transaction of a connection."""
 
-    def decorate(function: Callable[Arguments, Iterator[Given]]) -> Callable[Arguments, EitherContext[Given]]:
+    def decorate(
+        function: Callable[Arguments, Iterator[Given]],
+    ) -> Callable[Arguments, EitherContext[Given]]:
         managed = contextmanager(function)
 
         @wraps(function)
@@ -121,7 +134,8 @@ def either_context(
 
 
 def awaited(result: Any) -> Any:
-    """Return the result of a function. Await it if it is a coroutine; its database calls stay in this thread."""
+    """Return the result of a function. Await it if it is a coroutine; its database calls stay in
+    this thread."""
 
     async def run() -> Any:
         return await result
@@ -130,7 +144,8 @@ def awaited(result: Any) -> Any:
 
 
 def in_own_context(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Call the function in a copy of the context, so that a context variable that it sets is lost when it returns."""
+    """Call the function in a copy of the context, so that a context variable that it sets is lost
+    when it returns."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

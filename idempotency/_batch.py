@@ -19,7 +19,8 @@ from idempotency.models import StagedJob
 DUE = Q(failed_at__isnull=True, run_at__lte=Now())
 #: The arguments of the jobs of a batch, as JSON. A batch has at least one job, whatever its size.
 BATCH_BYTES = 16 * 1024 * 1024
-#: The enqueuer hands jobs over for this part of a time limit of its transaction. The rest is for the last hand-over and COMMIT.
+#: The enqueuer hands jobs over for this part of a time limit of its transaction. The rest is for
+#: the last hand-over and COMMIT.
 _PART_OF_LIMIT = 0.5
 
 
@@ -30,7 +31,8 @@ class Batch:
     alias: str
     deadline: float = 0.0
     jobs: list[StagedJob] = field(default_factory=list)
-    #: The number of rows that were read and locked. Those that are not in ``jobs`` would exceed BATCH_BYTES.
+    #: The number of rows that were read and locked. Those that are not in ``jobs`` would exceed
+    #: BATCH_BYTES.
     locked: int = 0
     results: backends.Results = field(default_factory=dict)
     #: The results that hold even if the transaction is rolled back.
@@ -50,19 +52,21 @@ def due(alias: str) -> QuerySet[StagedJob]:
 
 
 def first_statement() -> First:
-    """Return the first statement of the transaction of a batch on PostgreSQL. It limits the waits for locks, and returns the
-    seconds that the transaction may last, or NULL."""
+    """Return the first statement of the transaction of a batch on PostgreSQL. It limits the waits
+    for locks, and returns the seconds that the transaction may last, or NULL."""
     wait = limits.lowered(limits.LOCK, f"{backends.BROKER_TIMEOUT_SECONDS}s")
     seconds = "extract(epoch FROM current_setting('transaction_timeout', true)::interval)"
     return First(f"SELECT {wait}, NULLIF({seconds}, 0)::double precision", Hidden({}))
 
 
 def seconds_of_batch(alias: str, first: First) -> float:
-    """Return the seconds for which the transaction, just begun, may hand jobs over: at most BATCH_SECONDS, and less if the
-    project or the role limits the time of transactions. On SQLite, take the write lock."""
+    """Return the seconds for which the transaction, just begun, may hand jobs over: at most
+    BATCH_SECONDS, and less if the project or the role limits the time of transactions. On SQLite,
+    take the write lock."""
     connection = connections[alias]
     if connection.vendor != "postgresql":
-        # An UPDATE without rows locks the file. Other enqueuers read the jobs after this transaction has deleted its own.
+        # An UPDATE without rows locks the file. Other enqueuers read the jobs after this
+        # transaction has deleted its own.
         StagedJob.objects.using(alias).filter(job_name="").update(refusals=F("refusals"))
         return backends.BATCH_SECONDS
     if not first.ran:
@@ -75,8 +79,8 @@ def seconds_of_batch(alias: str, first: First) -> float:
 
 
 def read(batch: Batch, jobs: QuerySet[StagedJob], size: int) -> None:
-    """Lock the first ``size`` of ``jobs``, and read those whose arguments fit into BATCH_BYTES together. Jobs that another
-    enqueuer has locked are skipped."""
+    """Lock the first ``size`` of ``jobs``, and read those whose arguments fit into BATCH_BYTES
+    together. Jobs that another enqueuer has locked are skipped."""
     size = min(size, BATCH_BYTES // 1024)
     most = BATCH_BYTES // size
     small = jobs.defer("job_args").annotate(small_args=_SmallArguments("job_args", most=most))
@@ -96,15 +100,18 @@ def read(batch: Batch, jobs: QuerySet[StagedJob], size: int) -> None:
 
 
 class _SmallArguments(Func):
-    """The arguments of a job, or NULL if they are longer than ``most`` bytes as JSON. The size in the table is compared first,
-    because large arguments would have to be decompressed to measure them."""
+    """The arguments of a job, or NULL if they are longer than ``most`` bytes as JSON. The size in
+    the table is compared first, because large arguments would have to be decompressed to measure
+    them."""
 
     template = (
-        "CASE WHEN pg_column_size(%(expressions)s) <= %(most)s AND octet_length(%(expressions)s::text) <= %(most)s "
-        "THEN %(expressions)s END"
+        "CASE WHEN pg_column_size(%(expressions)s) <= %(most)s AND"
+        " octet_length(%(expressions)s::text) <= %(most)s THEN %(expressions)s END"
     )
     output_field = JSONField()
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        template = "CASE WHEN length(CAST(%(expressions)s AS BLOB)) <= %(most)s THEN %(expressions)s END"
+        template = (
+            "CASE WHEN length(CAST(%(expressions)s AS BLOB)) <= %(most)s THEN %(expressions)s END"
+        )
         return self.as_sql(compiler, connection, template=template, **context)

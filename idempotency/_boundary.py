@@ -1,6 +1,8 @@
-"""The boundary of project code that a loop runs: the checks of connections that Django makes around a request.
+"""The boundary of project code that a loop runs: the checks of connections that Django makes around
+a request.
 
-A loop sends no signals of requests. Without these checks, one lost connection would fail all later runs of its thread.
+A loop sends no signals of requests. Without these checks, one lost connection would fail all later
+runs of its thread.
 """
 
 from collections.abc import Iterator
@@ -14,15 +16,16 @@ from idempotency._engine.errors import drop_connection, has_ended
 
 @contextmanager
 def boundary() -> Iterator[None]:
-    """Run project code with the connections of this thread checked, before and after it, as around a request.
+    """Run project code with the connections of this thread checked, before and after it, as around
+    a request.
 
     Before the block, lost connections are closed. After the block, these connections are closed:
 
     - connections that were lost, or that are older than CONN_MAX_AGE
     - connections without autocommit, or in a transaction that was not opened by ``atomic()``
 
-    The checks concern the connections to all databases. A connection inside ``atomic()`` stays as it is, so that the block
-    may run in a transaction of the loop.
+    The checks concern the connections to all databases. A connection inside ``atomic()`` stays as
+    it is, so that the block may run in a transaction of the loop.
     """
     for connection in _open_connections():
         if not connection.is_usable():
@@ -36,11 +39,11 @@ def boundary() -> Iterator[None]:
 
 
 def drop_broken_connections() -> list[str]:
-    """Close the connections that were lost, or that project code left without autocommit or in a transaction. Return the
-    aliases of those whose transaction was open, and is now rolled back.
+    """Close the connections that were lost, or that project code left without autocommit or in a
+    transaction. Return the aliases of those whose transaction was open, and is now rolled back.
 
-    Unlike ``boundary()``, this function needs no round trip unless a statement has failed, and keeps old connections. It
-    therefore suits the end of each single job.
+    Unlike ``boundary()``, this function needs no round trip unless a statement has failed, and
+    keeps old connections. It therefore suits the end of each single job.
     """
     rolled_back = []
     for connection in _open_connections():
@@ -59,7 +62,8 @@ def drop_broken_connections() -> list[str]:
 
 
 def transaction_is_broken(alias: str | None, error: BaseException) -> bool:
-    """Return whether the open transaction of the loop can only be rolled back, after an error of project code in it."""
+    """Return whether the open transaction of the loop can only be rolled back, after an error of
+    project code in it."""
     connection = connections[str(alias)]
     return connection.needs_rollback or (isinstance(error, Error) and not connection.is_usable())
 
@@ -67,10 +71,14 @@ def transaction_is_broken(alias: str | None, error: BaseException) -> bool:
 def _open_connections() -> list[BaseDatabaseWrapper]:
     """Return the open connections of this thread that are not inside ``atomic()``."""
     wrappers = connections.all(initialized_only=True)
-    return [wrapper for wrapper in wrappers if wrapper.connection is not None and not wrapper.in_atomic_block]
+    return [
+        wrapper
+        for wrapper in wrappers
+        if wrapper.connection is not None and not wrapper.in_atomic_block
+    ]
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether a transaction is open, for example after a BEGIN that the project sent itself. Other databases than
-    PostgreSQL and SQLite do not tell."""
+    """Return whether a transaction is open, for example after a BEGIN that the project sent itself.
+    Other databases than PostgreSQL and SQLite do not tell."""
     return connection.vendor in ("postgresql", "sqlite") and not has_ended(connection)

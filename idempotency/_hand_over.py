@@ -1,9 +1,11 @@
-"""The hand-over of the jobs of one queue to its backend: whatever the backend does, each job has at most one result.
+"""The hand-over of the jobs of one queue to its backend: whatever the backend does, each job has at
+most one result.
 
-A backend is code of the project. It may raise any error, return a wrong value or take too long. The transaction of the enqueuer
-must survive this, because it also holds the jobs of other queues. SystemExit during a hand-over is not caught, because a signal
-handler of the caller may have raised it: the batch is then rolled back, as after a crash. During an import it is taken for an
-error of the module.
+A backend is code of the project. It may raise any error, return a wrong value or take too long. The
+transaction of the enqueuer must survive this, because it also holds the jobs of other queues.
+SystemExit during a hand-over is not caught, because a signal handler of the caller may have raised
+it: the batch is then rolled back, as after a crash. During an import it is taken for an error of
+the module.
 """
 
 import logging
@@ -42,10 +44,11 @@ _built: dict[str, Backend] = {}
 
 
 def backend_of(queue: str, *, using: str) -> Backend | None:
-    """Return the backend of a queue, or None if ``IDEMPOTENCY["ENQUEUERS"]`` names none. It is built once.
+    """Return the backend of a queue, or None if ``IDEMPOTENCY["ENQUEUERS"]`` names none. It is
+    built once.
 
-    ``using`` is the database of an open transaction. It gets a savepoint, because a query of the module or of the class may
-    fail.
+    ``using`` is the database of an open transaction. It gets a savepoint, because a query of the
+    module or of the class may fail.
     """
     path = backend_path(queue)
     if path is None:
@@ -59,15 +62,20 @@ def backend_of(queue: str, *, using: str) -> Backend | None:
 
 @in_own_context
 def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
-    """Hand over the jobs of one queue, and add their results to the batch: all at once, or one by one if the backend raised an
-    error for all of them. Errors are results, because an exception would roll back the hand-overs of other queues.
+    """Hand over the jobs of one queue, and add their results to the batch: all at once, or one by
+    one if the backend raised an error for all of them. Errors are results, because an exception
+    would roll back the hand-overs of other queues.
 
-    Raises TransactionBroken if the transaction is broken. The results that hold nevertheless are in ``batch.lasting`` then.
+    Raises TransactionBroken if the transaction is broken. The results that hold nevertheless are in
+    ``batch.lasting`` then.
     """
     with boundary(), ends_at(batch.deadline):
         try:
             if (backend := backend_of(queue, using=batch.alias)) is None:
-                raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
+                raise LookupError(
+                    f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none"
+                    " for '*'."
+                )
         except FAILURES as error:
             batch.results |= dict.fromkeys((job.pk for job in jobs), error)
             return
@@ -90,7 +98,11 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
 def _keep(broken: TransactionBroken, batch: Batch, lasting: bool) -> None:
     if lasting:
         batch.lasting |= broken.results
-    if (job := broken.job) is not None and job.pk not in batch.lasting and broken.__cause__ is not None:
+    if (
+        (job := broken.job) is not None
+        and job.pk not in batch.lasting
+        and broken.__cause__ is not None
+    ):
         batch.lasting[job.pk] = Refusal(broken.__cause__)
         batch.culprit_is_known = True
 
@@ -102,7 +114,11 @@ def _results(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results
     unavailable = 0
     try:
         results = _offer(backend, queue, jobs)
-        if len(jobs) == 1 or isinstance(results, OfferedSingly) or not _all(BrokerUnavailable, results):
+        if (
+            len(jobs) == 1
+            or isinstance(results, OfferedSingly)
+            or not _all(BrokerUnavailable, results)
+        ):
             return results
         unavailable = 1  # The cause may be one of the jobs.
     except TransactionBroken:
@@ -116,7 +132,8 @@ def _results(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results
 
 
 def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
-    """Hand the jobs to the backend; return a result for each. Raises the other errors of the backend."""
+    """Hand the jobs to the backend; return a result for each. Raises the other errors of the
+    backend."""
     results: Results = {}
     try:
         with hand_over_savepoint(jobs[0]._state.db):
@@ -140,12 +157,17 @@ def _checked(queue: str, jobs: Sequence[StagedJob], returned: Any) -> Results:
     if not isinstance(returned, Mapping) or not returned.keys() <= set(ids):
         # No second hand-over: the backend may have sent them.
         kind = type(returned).__name__
-        wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by ids of these jobs, not this {kind}")
+        wrong = TypeError(
+            f"hand_over() of the backend of {queue!r} must return a dict by ids of these jobs, not"
+            f" this {kind}"
+        )
         return dict.fromkeys(ids, wrong)
     results: Results = {pk: returned.get(pk) for pk in ids}
     if _all(NotOffered, results):
         # The pass would read the same jobs again without end.
-        return dict.fromkeys(ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker."))
+        return dict.fromkeys(
+            ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker.")
+        )
     if isinstance(returned, OfferedSingly):
         return OfferedSingly(results)
     taken = [position for position, pk in enumerate(ids) if results[pk] is None]

@@ -1,4 +1,5 @@
-"""The run of a job in a worker of RQ, Celery or Django Tasks: the inbox, the hooks of the job, and outages of the database."""
+"""The run of a job in a worker of RQ, Celery or Django Tasks: the inbox, the hooks of the job, and
+outages of the database."""
 
 import logging
 from asyncio import CancelledError
@@ -16,17 +17,19 @@ from idempotency.models import ProcessedMessage
 
 logger = logging.getLogger("idempotency")
 
-#: The SQLSTATEs of a session that the server ended at a limit of time, and of limits of memory and of temporary files. The same
-#: run of the same job exceeds them again.
+#: The SQLSTATEs of a session that the server ended at a limit of time, and of limits of memory and
+#: of temporary files. The same run of the same job exceeds them again.
 _LIMITS = ("25P03", "25P04", "53200", "53400")
 
 
 @contextmanager
 def job_run(name: str, job_id: str, using: str | None) -> Iterator[bool]:
-    """Open ``process_once`` for a delivery of a job. The variable of the block is True for the first delivery.
+    """Open ``process_once`` for a delivery of a job. The variable of the block is True for the
+    first delivery.
 
-    On return the work is committed, and each on_commit hook of the job was called once. A hook that raised is logged and
-    recorded in the row of the inbox, and the others were called too. The next delivery would call none of them.
+    On return the work is committed, and each on_commit hook of the job was called once. A hook that
+    raised is logged and recorded in the row of the inbox, and the others were called too. The next
+    delivery would call none of them.
     """
     alias = using or router.db_for_write(ProcessedMessage)
     own = not connections[alias].in_atomic_block
@@ -37,8 +40,13 @@ def job_run(name: str, job_id: str, using: str | None) -> Iterator[bool]:
 
 
 def is_outage(error: BaseException, using: str | None) -> bool:
-    """Return whether the database was unavailable, so that the run of the job does not count as a try."""
-    if not isinstance(error, Error) or isinstance(error, InterfaceError) or (sqlstate_of(error) or "").startswith(_LIMITS):
+    """Return whether the database was unavailable, so that the run of the job does not count as a
+    try."""
+    if (
+        not isinstance(error, Error)
+        or isinstance(error, InterfaceError)
+        or (sqlstate_of(error) or "").startswith(_LIMITS)
+    ):
         return False
     alias = using or router.db_for_write(ProcessedMessage)
     # A job that closes its own connection would do so in each run.
@@ -54,13 +62,18 @@ def _guard_hooks(name: str, job_id: str, alias: str) -> None:
             try:
                 hook.value()
             except (Exception, CancelledError) as error:
-                logger.exception("an on_commit hook of the job %s (%s) failed, and is not called again", job_id, name)
+                logger.exception(
+                    "an on_commit hook of the job %s (%s) failed, and is not called again",
+                    job_id,
+                    name,
+                )
                 errors.append(f"{name}: {error_text(error)}")
                 _record(job_id, errors, alias)
 
         return call
 
-    hooks: list[Any] = connection.run_on_commit  # The stubs know two of the three values of an entry.
+    # The stubs know two of the three values of an entry.
+    hooks: list[Any] = connection.run_on_commit
     hooks[:] = [(savepoints, guarded(Hidden(hook)), robust) for savepoints, hook, robust in hooks]
 
 

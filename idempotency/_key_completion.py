@@ -25,7 +25,8 @@ from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
-#: The id of a key, the number of its completer runs, and the time for which a deploy has kept it stuck.
+#: The id of a key, the number of its completer runs, and the time for which a deploy has kept it
+#: stuck.
 _Waiting = tuple[int, int, timedelta | None]
 
 #: The number of refused runs after which a key without any effect is left to its client.
@@ -37,7 +38,8 @@ _IN_A_ROW = 10
 
 
 class AbandonedKeys:
-    """The keys of one pass. Several threads may run them at once: a key that runs for long occupies one thread only."""
+    """The keys of one pass. Several threads may run them at once: a key that runs for long occupies
+    one thread only."""
 
     def __init__(self, alias: str, batch_size: int) -> None:
         self._alias, self._batch_size = alias, batch_size
@@ -47,7 +49,8 @@ class AbandonedKeys:
         self._left: list[int] = []
 
     def begin(self) -> None:
-        """Begin a pass, or join that of other threads. Raises RuntimeError in a transaction, and if autocommit is off."""
+        """Begin a pass, or join that of other threads. Raises RuntimeError in a transaction, and if
+        autocommit is off."""
         refuse_outer_transaction(self._alias)
         with self._one_at_a_time:
             if self._waiting is None:
@@ -55,11 +58,13 @@ class AbandonedKeys:
                 self._waiting = _waiting(self._alias, self._batch_size, self._left)
 
     def complete(self, stop: Callable[[], bool]) -> Counter[str]:
-        """Run keys until none is left in the pass, or ``stop`` returns True. Return the numbers of results."""
+        """Run keys until none is left in the pass, or ``stop`` returns True. Return the numbers of
+        results."""
         counts: Counter[str] = Counter()
         while not stop() and (key := self._next()) is not None:
             pk, attempts, stuck_for = key
-            # Do not claim a key whose recovery point is unknown: each claim would add to its history.
+            # Do not claim a key whose recovery point is unknown: each claim would add to its
+            # history.
             if stuck_for is not None and not _knows_point_of(pk, self._alias):
                 _postpone(pk, self._alias, stuck_for)
             elif outcome := complete_by_id(pk, attempts, self._alias):
@@ -77,16 +82,24 @@ class AbandonedKeys:
 
 
 def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[_Waiting]:
-    """Yield the id of each abandoned key, the number of its completer runs, and the time for which a deploy has kept it stuck
-    (or None). Scopes take turns; within a scope the key that has been due longest is first. Keys that become due meanwhile are
-    included. The iterator ends when no key is left that was due at its start, so that a pass ends under any load. The list
-    ``left`` has the keys that could not be claimed."""
+    """Yield the id of each abandoned key, the number of its completer runs, and the time for which
+    a deploy has kept it stuck (or None). Scopes take turns; within a scope the key that has been
+    due longest is first. Keys that become due meanwhile are included. The iterator ends when no key
+    is left that was due at its start, so that a pass ends under any load. The list ``left`` has the
+    keys that could not be claimed."""
     begun = None
     turn = Window(RowNumber(), partition_by="scope", order_by=["due", "pk"])
     while True:
-        waiting = IdempotencyKey.objects.using(alias).abandoned().exclude(pk__in=left).annotate(due=due_at(), turn=turn)
+        waiting = (
+            IdempotencyKey.objects.using(alias)
+            .abandoned()
+            .exclude(pk__in=left)
+            .annotate(due=due_at(), turn=turn)
+        )
         in_turn = waiting.filter(turn__lte=_IN_A_ROW).order_by("turn", "due", "pk")
-        batch = list(in_turn.values_list("due", Now(), "pk", "completer_attempts", "stuck_at")[:batch_size])
+        batch = list(
+            in_turn.values_list("due", Now(), "pk", "completer_attempts", "stuck_at")[:batch_size]
+        )
         if not batch:
             return
         longest_due, now, *_ = batch[0]
@@ -104,16 +117,21 @@ def _knows_point_of(pk: int, alias: str) -> bool:
 
 
 def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
-    """Let the completer look at a key with an unknown recovery point again after a tenth of the time for which it has been
-    stuck, so that many such keys do not delay the others."""
-    wait = min(max(stuck_for / 10, timedelta(seconds=conf.get().COMPLETER_IDLE_SECONDS)), _MAX_WAIT_FOR_DEPLOY)
-    keys = IdempotencyKey.objects.using(alias).filter(pk=pk, stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
+    """Let the completer look at a key with an unknown recovery point again after a tenth of the
+    time for which it has been stuck, so that many such keys do not delay the others."""
+    wait = min(
+        max(stuck_for / 10, timedelta(seconds=conf.get().COMPLETER_IDLE_SECONDS)),
+        _MAX_WAIT_FOR_DEPLOY,
+    )
+    keys = IdempotencyKey.objects.using(alias).filter(
+        pk=pk, stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT
+    )
     keys.update(next_run_at=Now() + wait)
 
 
 def complete_by_id(pk: int, attempts: int, alias: str) -> str | None:
-    """Run a key from its recovery point; return the result for ``complete_key``. The argument ``attempts`` is the number of its
-    completer runs."""
+    """Run a key from its recovery point; return the result for ``complete_key``. The argument
+    ``attempts`` is the number of its completer runs."""
     last = rows.read(pk, using=alias) if attempts >= conf.get().COMPLETER_MAX_ATTEMPTS else None
     if last is not None and with_stored_work(last, partial(_give_up, last, alias)):
         return "stuck"  # A run that killed its process could not mark it.
@@ -124,13 +142,16 @@ def complete_by_id(pk: int, attempts: int, alias: str) -> str | None:
 
 
 def _run(key: ClaimedKey, alias: str, work: StoredWork) -> str:
-    """Run the work of a claimed key; return the result for ``complete_key``. Raises the exceptions with which the next key
-    would fail too. If the lock of this key cannot be released then, it expires."""
+    """Run the work of a claimed key; return the result for ``complete_key``. Raises the exceptions
+    with which the next key would fail too. If the lock of this key cannot be released then, it
+    expires."""
     events.emit(signals.key_claimed, key, None)
     with boundary():
         rerun = work.run()
     error = rerun.error
-    if isinstance(error, NotReplicated) or (error and connection_lost(error, alias) and not accepts_writes(alias)):
+    if isinstance(error, NotReplicated) or (
+        error and connection_lost(error, alias) and not accepts_writes(alias)
+    ):
         raise error
     waits = False
     if rerun.stuck is not None:
@@ -141,35 +162,51 @@ def _run(key: ClaimedKey, alias: str, work: StoredWork) -> str:
         waits = only_its_client and key.untouched and not settled
         if not (settled or waits) and _mark_stuck(key, code, reason, alias):
             return "stuck"
-        logger.warning("the completer cannot run key %s (%s): %s", key.key_hash, code, reason, extra=events.about(key))
+        logger.warning(
+            "the completer cannot run key %s (%s): %s",
+            key.key_hash,
+            code,
+            reason,
+            extra=events.about(key),
+        )
     elif error is not None:
-        logger.error("the completer could not finish key %s", key.key_hash, exc_info=error, extra=events.about(key))
+        logger.error(
+            "the completer could not finish key %s",
+            key.key_hash,
+            exc_info=error,
+            extra=events.about(key),
+        )
     if (run := rerun.run) is None:
         (fence.leave_to_client if waits else fence.release)(key, rerun.ended, using=alias)
     elif run.end in (KeyState.FINISHED, KeyState.STUCK):
         return str(run.end.value)
     else:
         key = run.key
-    given_up = (rerun.is_refused and _leave_to_client(key, alias, work)) or _give_up(key, alias, work)
+    given_up = (rerun.is_refused and _leave_to_client(key, alias, work)) or _give_up(
+        key, alias, work
+    )
     return "stuck" if given_up else "failed"
 
 
 def _leave_to_client(key: ClaimedKey, alias: str, work: StoredWork) -> bool:
-    """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did it. The rebuilt request
-    may lack an attribute that a middleware sets, so the refusal is not a response for the client. A retry of the client still
-    runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
+    """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did
+    it. The rebuilt request may lack an attribute that a middleware sets, so the refusal is not a
+    response for the client. A retry of the client still runs. A key with ``on_abandon`` is not
+    marked, because the reaper settles it."""
     if not key.untouched or key.completer_attempts < _RUNS_BEFORE_REFUSED or work.has_on_abandon():
         return False
     refused = rows.read(key.pk, using=alias)
     reason = (
-        f"{key.completer_attempts} runs of the rebuilt request were refused before any effect; a retry of the client still "
-        f"runs. The last refusal: {summary(refused.last_error if refused else '')}"
+        f"{key.completer_attempts} runs of the rebuilt request were refused before any effect; a"
+        " retry of the client still runs. The last refusal:"
+        f" {summary(refused.last_error if refused else '')}"
     )
     return _mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, alias)
 
 
 def _mark_stuck(key: ClaimedKey, code: str, reason: str, alias: str) -> bool:
-    """Mark a claimed key as stuck. Return whether it was; an operator may have settled it meanwhile."""
+    """Mark a claimed key as stuck. Return whether it was; an operator may have settled it
+    meanwhile."""
     try:
         fence.mark_stuck(key, code, reason, using=alias)
     except LockLost:
@@ -179,11 +216,15 @@ def _mark_stuck(key: ClaimedKey, code: str, reason: str, alias: str) -> bool:
 
 
 def _give_up(key: ClaimedKey, alias: str, work: StoredWork) -> bool:
-    """Mark a key as stuck after its last attempt; return whether this call did it. A key that was just handed back has all
-    its attempts again. A key with ``on_abandon`` is retried until the reaper settles it."""
+    """Mark a key as stuck after its last attempt; return whether this call did it. A key that was
+    just handed back has all its attempts again. A key with ``on_abandon`` is retried until the
+    reaper settles it."""
     most = conf.get().COMPLETER_MAX_ATTEMPTS
     last = rows.read(key.pk, using=alias) if key.completer_attempts >= most else None
     if last is None or last.completer_attempts < most or work.has_on_abandon():
         return False
-    reason = f"{last.completer_attempts} runs of the completer failed, the last with: {summary(last.last_error)}"
+    reason = (
+        f"{last.completer_attempts} runs of the completer failed, the last with:"
+        f" {summary(last.last_error)}"
+    )
     return settlement.give_up(last.pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)

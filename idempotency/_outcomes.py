@@ -1,10 +1,12 @@
-"""Write the results of hand-overs: delete the jobs that were taken, and postpone the others with their errors.
+"""Write the results of hand-overs: delete the jobs that were taken, and postpone the others with
+their errors.
 
 A result that is not written would make the next pass hand the job over again. Therefore:
 
 - A job whose row cannot be deleted gets the error NotDeleted, and is not handed over again.
 - If a transaction is lost, its results are written in another one.
-- Results that cannot be written stay in memory. Before they are written, the process hands no job of their database over.
+- Results that cannot be written stay in memory. Before they are written, the process hands no job
+  of their database over.
 """
 
 import logging
@@ -43,7 +45,8 @@ from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
-#: The wait after the first refusal. It doubles with each refusal, up to an hour; ten refusals take 1.4 hours.
+#: The wait after the first refusal. It doubles with each refusal, up to an hour; ten refusals take
+#: 1.4 hours.
 BACKOFF_SECONDS = 10
 #: The SQLSTATEs of the time limits that end a transaction.
 _TIME_LIMITS = ("25P03", "25P04")
@@ -95,20 +98,27 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
     refused += _delete(alias, taken, deadline)
     for seconds, jobs in later.items():
         due_at = Now() + timedelta(seconds=seconds)
-        _update(alias, jobs, hand_overs=F("hand_overs") + 1, refusals=0, last_error="", run_at=due_at)
+        _update(
+            alias, jobs, hand_overs=F("hand_overs") + 1, refusals=0, last_error="", run_at=due_at
+        )
     return counts + _refuse(alias, refused, log)
 
 
 def write_after_rollback(batch: Batch, error: BaseException, log: Log) -> Counter[str]:
-    """Write what is still true after the transaction of a batch was rolled back. At least one of the jobs that may be handed
-    over again is refused, so that no job is handed over without end."""
+    """Write what is still true after the transaction of a batch was rolled back. At least one of
+    the jobs that may be handed over again is refused, so that no job is handed over without end."""
     drop_broken_connections()
     error = error.__cause__ or error if isinstance(error, TransactionBroken) else error
-    outcomes: list[Outcome] = [(job, batch.lasting[job.pk]) for job in batch.offered if job.pk in batch.lasting]
+    outcomes: list[Outcome] = [
+        (job, batch.lasting[job.pk]) for job in batch.offered if job.pk in batch.lasting
+    ]
     undone = [job for job in batch.offered if job.pk not in batch.lasting]
     if undone and not batch.culprit_is_known:
         outcomes.append((undone.pop(0), Refusal(error)))
-    text = "a transaction was rolled back after the hand-over of its staged jobs, %d of which are handed over again: %s"
+    text = (
+        "a transaction was rolled back after the hand-over of its staged jobs, %d of which are"
+        " handed over again: %s"
+    )
     log.warn_once("rolled back", type(error).__name__, text, len(undone), error_text(error))
     _unwritten[batch.alias] = _unwritten.pop(batch.alias, []) + outcomes
     return write_left(batch.alias, log)
@@ -136,7 +146,10 @@ def write_left(alias: str, log: Log) -> Counter[str]:
                 job, result = left[0]
                 if isinstance(result, BaseException | Refusal):
                     raise
-                left[0] = job, Refusal(error) if isinstance(result, OfferAgain) else NotDeleted.by(error)
+                left[0] = (
+                    job,
+                    (Refusal(error) if isinstance(result, OfferAgain) else NotDeleted.by(error)),
+                )
     finally:
         if left:
             _unwritten[alias] = left + _unwritten.pop(alias, [])
@@ -144,18 +157,27 @@ def write_left(alias: str, log: Log) -> Counter[str]:
 
 
 def _write_apart(alias: str, outcomes: list[Outcome], log: Log) -> Counter[str]:
-    """Write results in a transaction, without those of jobs that another enqueuer has locked or written meanwhile."""
+    """Write results in a transaction, without those of jobs that another enqueuer has locked or
+    written meanwhile."""
     first, begun = first_statement(), time.monotonic()
     with durable_transaction("read committed", using=alias, first=first):
         deadline = begun + seconds_of_batch(alias, first)
-        ids = due(alias).filter(pk__in=[job.pk for job, _ in outcomes]).select_for_update(skip_locked=True)
+        ids = (
+            due(alias)
+            .filter(pk__in=[job.pk for job, _ in outcomes])
+            .select_for_update(skip_locked=True)
+        )
         still_due = set(ids.values_list("pk", flat=True))
-        return write(alias, [(job, result) for job, result in outcomes if job.pk in still_due], deadline, log)
+        return write(
+            alias, [(job, result) for job, result in outcomes if job.pk in still_due], deadline, log
+        )
 
 
-def _delete(alias: str, jobs: list[StagedJob], deadline: float) -> list[tuple[StagedJob, BaseException]]:
-    """Delete the rows of jobs. Return those that could not be deleted, each with an error. A row whose deletion has failed
-    before is deleted separately; after the deadline it stays due."""
+def _delete(
+    alias: str, jobs: list[StagedJob], deadline: float
+) -> list[tuple[StagedJob, BaseException]]:
+    """Delete the rows of jobs. Return those that could not be deleted, each with an error. A row
+    whose deletion has failed before is deleted separately; after the deadline it stays due."""
     failed = _delete_together(alias, [job for job in jobs if not was_handed_over(job)])
     for job in jobs:
         if was_handed_over(job) and time.monotonic() <= deadline:
@@ -177,11 +199,15 @@ def _delete_together(alias: str, jobs: list[StagedJob]) -> list[tuple[StagedJob,
 
 
 def _delete_rows(alias: str, ids: list[UUID]) -> int:
-    """Delete the jobs with these ids, with the cascades of other models. Return the number of deleted jobs."""
+    """Delete the jobs with these ids, with the cascades of other models. Return the number of
+    deleted jobs."""
     jobs = StagedJob.objects.using(alias).filter(pk__in=ids)
-    if connections[alias].vendor != "postgresql" or not Collector(using=alias).can_fast_delete(jobs):
+    if connections[alias].vendor != "postgresql" or not Collector(using=alias).can_fast_delete(
+        jobs
+    ):
         return jobs.delete()[1].get(StagedJob._meta.label, 0)
-    with connections[alias].cursor() as cursor:  # One array is much faster than a thousand parameters.
+    # One array is much faster than a thousand parameters.
+    with connections[alias].cursor() as cursor:
         cursor.execute(f'DELETE FROM "{StagedJob._meta.db_table}" WHERE id = ANY(%s)', [ids])  # noqa: S608  # nosec B608
         return int(cursor.rowcount)
 
@@ -193,7 +219,9 @@ def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log
     for job, error in refused:
         refusals = _refusals(job, error)
         most = NAME_MAX_ATTEMPTS if isinstance(error, JobNotAllowed) else MAX_ATTEMPTS
-        groups[storable(error_text(error)), refusals, refusals >= most or isinstance(error, NoEffect)].append(job)
+        groups[
+            storable(error_text(error)), refusals, refusals >= most or isinstance(error, NoEffect)
+        ].append(job)
     for (text, refusals, failed), jobs in groups.items():
         wait = min(BACKOFF_SECONDS * 2 ** max(0, refusals - 1), 3600)
         change = {"failed_at": Now()} if failed else {"run_at": Now() + timedelta(seconds=wait)}
@@ -202,7 +230,8 @@ def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log
         for job in jobs:
             if failed:
                 logger.error("staged job %s (%s) has failed: %s", job.pk, job.job_name, text)
-            elif refusals == 1:  # The job leaves the backlog for hours or days. One error may concern many jobs.
+            elif refusals == 1:
+                # The job leaves the backlog for hours or days. One error may concern many jobs.
                 about = f"{job.job_name}: {text.partition(chr(10))[0]}"
                 warning = "staged job %s (%s) was refused, and is offered again in %d s: %s"
                 log.warn_once("refused", about, warning, job.pk, job.job_name, wait, text)
@@ -210,15 +239,19 @@ def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log
 
 
 def _update(alias: str, jobs: list[StagedJob], **change: Any) -> None:
-    changed = StagedJob.objects.using(alias).filter(pk__in=[job.pk for job in jobs]).update(**change)
+    changed = (
+        StagedJob.objects.using(alias).filter(pk__in=[job.pk for job in jobs]).update(**change)
+    )
     _refuse_fewer(changed, len(jobs), "changed")
 
 
 def _refuse_fewer(changed: int, expected: int, done: str) -> None:
-    """Raise DatabaseError if a statement has silently left rows out, which would be handed over again."""
+    """Raise DatabaseError if a statement has silently left rows out, which would be handed over
+    again."""
     if changed < expected:
         raise DatabaseError(
-            f"{expected - changed} of {expected} rows were not {done}. Row-level security, a rule or a trigger may prevent it."
+            f"{expected - changed} of {expected} rows were not {done}. Row-level security, a rule"
+            " or a trigger may prevent it."
         )
 
 
@@ -226,6 +259,8 @@ def _refusals(job: StagedJob, error: BaseException) -> int:
     """Return the number of refusals of a job, with this one."""
     if isinstance(error, NoEffect):
         return job.refusals
-    if not isinstance(error, JobNotAllowed) and job.last_error.startswith(f"{JobNotAllowed.__name__}:"):
+    if not isinstance(error, JobNotAllowed) and job.last_error.startswith(
+        f"{JobNotAllowed.__name__}:"
+    ):
         return 1  # The refusals before had a higher limit.
     return job.refusals + 1

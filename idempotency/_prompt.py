@@ -1,8 +1,9 @@
-"""Prompt hand-over: an attempt to enqueue staged jobs right after COMMIT, before the next pass of the enqueuer.
+"""Prompt hand-over: an attempt to enqueue staged jobs right after COMMIT, before the next pass of
+the enqueuer.
 
-The setting ``HAND_OVER_AFTER_COMMIT`` turns it on. A thread of the process that staged the job makes the attempt with its own
-connection, so no request waits for a broker. Each attempt takes one batch at most. The enqueuer must still run: it moves the
-jobs that an attempt leaves behind.
+The setting ``HAND_OVER_AFTER_COMMIT`` turns it on. A thread of the process that staged the job
+makes the attempt with its own connection, so no request waits for a broker. Each attempt takes one
+batch at most. The enqueuer must still run: it moves the jobs that an attempt leaves behind.
 """
 
 import logging
@@ -43,11 +44,17 @@ class _Mover(threading.Thread):
             while self.wake.wait(LINGER_SECONDS):
                 self.wake.clear()
                 close_old_connections()
-                enqueue_once(batch_size=BATCH_SIZE, using=self.alias, stop=partial(next, iter([False, True])))
+                enqueue_once(
+                    batch_size=BATCH_SIZE, using=self.alias, stop=partial(next, iter([False, True]))
+                )
         except Exception as error:
             global _paused_until
             _paused_until = time.monotonic() + PAUSE_SECONDS
-            logger.info("HAND_OVER_AFTER_COMMIT pauses for %d s, only the enqueuer hands jobs over: %s", PAUSE_SECONDS, error)
+            logger.info(
+                "HAND_OVER_AFTER_COMMIT pauses for %d s, only the enqueuer hands jobs over: %s",
+                PAUSE_SECONDS,
+                error,
+            )
         finally:
             connections.close_all()
 

@@ -1,4 +1,5 @@
-"""The tables of the processes: staged jobs, messages that took effect, heartbeats, numbers of requests."""
+"""The tables of the processes: staged jobs, messages that took effect, heartbeats, numbers of
+requests."""
 
 import os
 import time
@@ -15,41 +16,62 @@ HOOKS_FAILED = ~Q(hook_error="")
 
 
 def time_ordered_uuid() -> uuid.UUID:
-    """Return a UUID version 7: ordered by creation, so that inserts stay at the end of the index. Source: RFC 9562, 5.7."""
+    """Return a UUID version 7: ordered by creation, so that inserts stay at the end of the index.
+    Source: RFC 9562, 5.7."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)
 
 
 class StagedJob(models.Model):
-    """A job that was inserted together with the work, and waits for the enqueuer to hand it to the broker.
+    """A job that was inserted together with the work, and waits for the enqueuer to hand it to the
+    broker.
 
-    Its id is set when it is staged, and becomes the broker's id of the job. The receiver can thus detect a job that is handed
-    over twice.
+    Its id is set when it is staged, and becomes the broker's id of the job. The receiver can thus
+    detect a job that is handed over twice.
     """
 
     id = models.UUIDField(_("id"), primary_key=True, default=time_ordered_uuid, editable=False)
-    job_name = models.CharField(_("job name"), max_length=255, help_text=_("Dotted path of the function or name of the task."))
+    job_name = models.CharField(
+        _("job name"),
+        max_length=255,
+        help_text=_("Dotted path of the function or name of the task."),
+    )
     job_args = models.JSONField(
-        _("arguments"), default=dict, blank=True, help_text=_("An object is keyword arguments, an array positional ones.")
+        _("arguments"),
+        default=dict,
+        blank=True,
+        help_text=_("An object is keyword arguments, an array positional ones."),
     )
     queue = models.CharField(_("queue"), max_length=100, default="default")
-    run_at = models.DateTimeField(_("due at"), db_default=Now(), help_text=_("The job is not handed over before this time."))
+    run_at = models.DateTimeField(
+        _("due at"), db_default=Now(), help_text=_("The job is not handed over before this time.")
+    )
     created_at = models.DateTimeField(_("created at"), db_default=Now())
     hand_overs = models.PositiveIntegerField(
-        _("hand-overs"), default=0, help_text=_("Number of hand-overs since the job was staged or retried.")
+        _("hand-overs"),
+        default=0,
+        help_text=_("Number of hand-overs since the job was staged or retried."),
     )
     refusals = models.PositiveIntegerField(
         _("refusals"), default=0, help_text=_("Number of refusals since the last hand-over.")
     )
     failed_at = models.DateTimeField(
-        _("failed at"), null=True, blank=True, help_text=_("Time at which the job failed for good. It needs manual review.")
+        _("failed at"),
+        null=True,
+        blank=True,
+        help_text=_("Time at which the job failed for good. It needs manual review."),
     )
     last_error = models.TextField(_("last error"), blank=True, default="")
     traceparent = models.CharField(
-        _("traceparent"), max_length=55, null=True, blank=True, help_text=_("The W3C trace context in which it was staged.")
+        _("traceparent"),
+        max_length=55,
+        null=True,
+        blank=True,
+        help_text=_("The W3C trace context in which it was staged."),
     )
-    # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under SERIALIZABLE the check of a
-    # constraint would cause conflicts between phases of different keys that stage a job and finish.
+    # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under
+    # SERIALIZABLE the check of a constraint would cause conflicts between phases of different keys
+    # that stage a job and finish.
     idempotency_key = models.ForeignKey(
         "idempotency.IdempotencyKey",
         verbose_name=_("idempotency key"),
@@ -68,11 +90,21 @@ class StagedJob(models.Model):
             ("discard_stagedjob", gettext_noop("Can discard a failed staged job")),
         ]
         constraints = [
-            models.CheckConstraint(condition=~Q(job_name="") & ~Q(queue=""), name="idempotency_job_not_empty"),
+            models.CheckConstraint(
+                condition=~Q(job_name="") & ~Q(queue=""), name="idempotency_job_not_empty"
+            ),
         ]
         indexes = [
-            models.Index(fields=["run_at"], name="idempotency_job_waiting", condition=Q(failed_at__isnull=True)),
-            models.Index(fields=["failed_at"], name="idempotency_job_failed", condition=Q(failed_at__isnull=False)),
+            models.Index(
+                fields=["run_at"],
+                name="idempotency_job_waiting",
+                condition=Q(failed_at__isnull=True),
+            ),
+            models.Index(
+                fields=["failed_at"],
+                name="idempotency_job_failed",
+                condition=Q(failed_at__isnull=False),
+            ),
         ]
 
     def __str__(self) -> str:
@@ -80,7 +112,8 @@ class StagedJob(models.Model):
 
 
 class ProcessedMessage(models.Model):
-    """A message, webhook or job that took effect; its second delivery finds this row and does nothing."""
+    """A message, webhook or job that took effect; its second delivery finds this row and does
+    nothing."""
 
     source = models.CharField(_("source"), max_length=100)
     message_id = models.CharField(_("message id"), max_length=255)
@@ -97,12 +130,18 @@ class ProcessedMessage(models.Model):
         verbose_name = _("processed message")
         verbose_name_plural = _("processed messages")
         constraints = [
-            models.UniqueConstraint(fields=["source", "message_id"], name="idempotency_message_unique"),
-            models.CheckConstraint(condition=~Q(source="") & ~Q(message_id=""), name="idempotency_message_not_empty"),
+            models.UniqueConstraint(
+                fields=["source", "message_id"], name="idempotency_message_unique"
+            ),
+            models.CheckConstraint(
+                condition=~Q(source="") & ~Q(message_id=""), name="idempotency_message_not_empty"
+            ),
         ]
         indexes = [
             models.Index(fields=["processed_at"], name="idempotency_message_processed"),
-            models.Index(fields=["processed_at"], name="idempotency_message_hooks", condition=HOOKS_FAILED),
+            models.Index(
+                fields=["processed_at"], name="idempotency_message_hooks", condition=HOOKS_FAILED
+            ),
         ]
 
     def __str__(self) -> str:
@@ -112,7 +151,9 @@ class ProcessedMessage(models.Model):
 class ProcessHeartbeat(models.Model):
     """The last heartbeat of a loop in one process. It is deleted when the loop is stopped."""
 
-    name = models.CharField(_("name"), max_length=50, help_text=_("The command, such as enqueue_jobs."))
+    name = models.CharField(
+        _("name"), max_length=50, help_text=_("The command, such as enqueue_jobs.")
+    )
     host = models.CharField(_("host"), max_length=100)
     pid = models.PositiveIntegerField(_("process id"))
     beat_at = models.DateTimeField(_("last heartbeat"), db_default=Now())
@@ -120,27 +161,36 @@ class ProcessHeartbeat(models.Model):
     class Meta:
         verbose_name = _("process heartbeat")
         verbose_name_plural = _("process heartbeats")
-        constraints = [models.UniqueConstraint(fields=["name", "host", "pid"], name="idempotency_heartbeat_unique")]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["name", "host", "pid"], name="idempotency_heartbeat_unique"
+            )
+        ]
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}, process {self.pid}"
 
 
 class TrafficCount(models.Model):
-    """The number of requests of one kind in one minute, of all processes; deleted after eight days."""
+    """The number of requests of one kind in one minute, of all processes; deleted after eight
+    days."""
 
     minute = models.PositiveIntegerField(
         _("minute"), help_text=_("Minutes since 1970, by the clock of the process that counted.")
     )
     kind = models.CharField(
-        _("kind"), max_length=20, help_text=_("The outcome of the counted requests, or their duration if they ran.")
+        _("kind"),
+        max_length=20,
+        help_text=_("The outcome of the counted requests, or their duration if they ran."),
     )
     count = models.PositiveBigIntegerField(_("count"))
 
     class Meta:
         verbose_name = _("traffic count")
         verbose_name_plural = _("traffic counts")
-        constraints = [models.UniqueConstraint(fields=["minute", "kind"], name="idempotency_traffic_unique")]
+        constraints = [
+            models.UniqueConstraint(fields=["minute", "kind"], name="idempotency_traffic_unique")
+        ]
 
     def __str__(self) -> str:
         return f"{self.count} {self.kind} in minute {self.minute}"

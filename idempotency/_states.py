@@ -1,6 +1,7 @@
 """The states of a key, as conditions of the ORM; they compare times with the clock of the database.
 
-Only this module defines them, but ``_engine/statements.py`` has the same conditions in SQL, for claims and settlements.
+Only this module defines them, but ``_engine/statements.py`` has the same conditions in SQL, for
+claims and settlements.
 """
 
 from datetime import timedelta
@@ -16,21 +17,25 @@ from idempotency import conf
 from idempotency.exceptions import StuckCode
 
 if TYPE_CHECKING:
-    from idempotency.models import IdempotencyKey  # noqa: F401 - the base class below names it in a string
+    from idempotency.models import (
+        IdempotencyKey,
+    )  # noqa: F401 - the base class below names it in a string
 
 
-#: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
+#: The longest wait between two runs of one key. With it, 25 attempts span three days: a long
+#: weekend.
 MAX_DELAY_SECONDS = 4 * 3600
 #: A run of a loop counts as hung if it has not renewed its lock for so many leases.
 HUNG_AFTER_LEASES = 2
-#: The age of a lock, in leases, from which the completer claims its key. Until then, the process that holds the lock may find
-#: that its run hangs, and mark the key. Otherwise the next completer would hang too.
+#: The age of a lock, in leases, from which the completer claims its key. Until then, the process
+#: that holds the lock may find that its run hangs, and mark the key. Otherwise the next completer
+#: would hang too.
 ABANDONED_AFTER_LEASES = 2.5
 
 
 class KeyState(models.TextChoices):
-    """The states of a key, in the order in which pages list them: states that need manual review come first. Pages show the
-    label of a state."""
+    """The states of a key, in the order in which pages list them: states that need manual review
+    come first. Pages show the label of a state."""
 
     STUCK = "stuck", _("stuck")
     ACKNOWLEDGED = "acknowledged", _("acknowledged")
@@ -47,8 +52,8 @@ _OVER = {
     KeyState.FINISHED: Q(finished_at__isnull=False),
     KeyState.REFUSED: Q(finished_at__isnull=True, refused_at__isnull=False),
 }
-#: The condition of keys that the completer may run. It includes keys that are stuck because of a deploy: new code may declare
-#: their recovery point.
+#: The condition of keys that the completer may run. It includes keys that are stuck because of a
+#: deploy: new code may declare their recovery point.
 NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
 
 
@@ -63,11 +68,15 @@ def held() -> Q:
 
 
 def due_at() -> Greatest:
-    """Return the time from which the completer takes an unlocked key. At this time the key is old enough and idle for long
-    enough, its delay is over, and no process that holds an expired lock can still mark the key as hung."""
+    """Return the time from which the completer takes an unlocked key. At this time the key is old
+    enough and idle for long enough, its delay is over, and no process that holds an expired lock
+    can still mark the key as hung."""
     limits = conf.get()
-    lease = ExpressionWrapper(F("lease_seconds"), output_field=IntegerField())  # SQLite multiplies no other kind of integer.
-    silent = ExpressionWrapper(lease * Value(timedelta(seconds=ABANDONED_AFTER_LEASES - 1)), output_field=DurationField())
+    # SQLite multiplies no other kind of integer.
+    lease = ExpressionWrapper(F("lease_seconds"), output_field=IntegerField())
+    silent = ExpressionWrapper(
+        lease * Value(timedelta(seconds=ABANDONED_AFTER_LEASES - 1)), output_field=DurationField()
+    )
     return Greatest(
         F("created_at") + timedelta(seconds=limits.COMPLETER_MIN_AGE_SECONDS),
         F("last_run_at") + timedelta(seconds=limits.COMPLETER_IDLE_SECONDS),
@@ -77,18 +86,23 @@ def due_at() -> Greatest:
 
 
 def completer_delay_seconds(attempts: int) -> float:
-    """Return the least time from a run of the completer, after so many earlier ones, to the next."""
+    """Return the least time from a run of the completer, after so many earlier ones, to the
+    next."""
     delay: float = min(conf.get().COMPLETER_IDLE_SECONDS * 2**attempts, MAX_DELAY_SECONDS)
     return delay
 
 
 def _due() -> Q:
     # The second condition is implied, and has an index.
-    return Q(LessThanOrEqual(due_at(), Now()), created_at__lte=before_now(conf.get().COMPLETER_MIN_AGE_SECONDS))
+    return Q(
+        LessThanOrEqual(due_at(), Now()),
+        created_at__lte=before_now(conf.get().COMPLETER_MIN_AGE_SECONDS),
+    )
 
 
 def _unfinished_states() -> dict[KeyState, Q]:
-    """Return the condition of each state of an unfinished key in order of precedence: the first that holds is its state."""
+    """Return the condition of each state of an unfinished key in order of precedence: the first
+    that holds is its state."""
     return {
         KeyState.IN_FLIGHT: held(),
         KeyState.ACKNOWLEDGED: Q(acknowledged_at__gte=F("stuck_at")),
@@ -99,11 +113,15 @@ def _unfinished_states() -> dict[KeyState, Q]:
 
 
 class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
-    """The states of a key, by name; the completer, the reaper, the admin and the measurements read these."""
+    """The states of a key, by name; the completer, the reaper, the admin and the measurements read
+    these."""
 
     def with_state(self) -> "IdempotencyKeyQuerySet":
         """Annotate each key with its ``state``, a value of ``KeyState``."""
-        whens = [When(condition, then=Value(state.value)) for state, condition in (_OVER | _unfinished_states()).items()]
+        whens = [
+            When(condition, then=Value(state.value))
+            for state, condition in (_OVER | _unfinished_states()).items()
+        ]
         return self.annotate(state=Case(*whens, output_field=models.CharField()))
 
     def in_state(self, state: KeyState) -> "IdempotencyKeyQuerySet":
@@ -126,12 +144,13 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.filter(UNFINISHED)
 
     def refused(self) -> "IdempotencyKeyQuerySet":
-        """Untouched keys that only a retry of the client runs: the client was refused, or a part of the request is not
-        stored."""
+        """Untouched keys that only a retry of the client runs: the client was refused, or a part of
+        the request is not stored."""
         return self.in_state(KeyState.REFUSED)
 
     def stuck(self) -> "IdempotencyKeyQuerySet":
-        """Keys that wait for a person: marked as stuck, not acknowledged since, and held by no run."""
+        """Keys that wait for a person: marked as stuck, not acknowledged since, and held by no
+        run."""
         return self.in_state(KeyState.STUCK)
 
     def acknowledged(self) -> "IdempotencyKeyQuerySet":
@@ -147,19 +166,23 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.unfinished().exclude(held())
 
     def abandoned(self) -> "IdempotencyKeyQuerySet":
-        """Keys that the completer takes: those in the state abandoned, and due ones that are stuck because of a deploy."""
+        """Keys that the completer takes: those in the state abandoned, and due ones that are stuck
+        because of a deploy."""
         return self.unlocked().filter(NOT_GIVEN_UP, _due())
 
     def expired(self, *, late_seconds: int = 0) -> "IdempotencyKeyQuerySet":
-        """Keys whose retention has been over for ``late_seconds``. A request that finds an expired key handles it as a new
-        key."""
+        """Keys whose retention has been over for ``late_seconds``. A request that finds an expired
+        key handles it as a new key."""
         return self.filter(expires_at__lt=before_now(late_seconds))
 
     def overdue(self) -> "IdempotencyKeyQuerySet":
         """Unfinished keys past the retention that are not marked as stuck.
 
-        The retention counts from ``created_at``, or from ``handed_back_at`` if a person gave the key back to the completer.
+        The retention counts from ``created_at``, or from ``handed_back_at`` if a person gave the
+        key back to the completer.
         """
         cutoff = before_now(conf.get().RETENTION_HOURS * 3600)
         handed_back_before = Q(handed_back_at__isnull=True) | Q(handed_back_at__lt=cutoff)
-        return self.unlocked().filter(handed_back_before, stuck_at__isnull=True, created_at__lt=cutoff)
+        return self.unlocked().filter(
+            handed_back_before, stuck_at__isnull=True, created_at__lt=cutoff
+        )

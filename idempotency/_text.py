@@ -12,45 +12,59 @@ _MAX_SUMMARY_LENGTH = 200
 
 
 def error_text(error: BaseException, *, withheld: bool = False) -> str:
-    """Return the type and message of an exception, to be stored and logged. If ``withheld``, parts of the request must not be
-    stored. The message could quote them, so the line of code replaces it."""
+    """Return the type and message of an exception, to be stored and logged. If ``withheld``, parts
+    of the request must not be stored. The message could quote them, so the line of code replaces
+    it."""
     if not withheld:
         try:
             return f"{type(error).__name__}: {error}"
         except Exception as failure:  # The __str__ of a user's exception may fail.
             return f"{type(error).__name__}, whose message raises {type(failure).__name__}"
-    *_, place = ["nowhere", *(f"{frame.f_globals.get('__name__')}:{line}" for frame, line in walk_tb(error.__traceback__))]
+    *_, place = [
+        "nowhere",
+        *(
+            f"{frame.f_globals.get('__name__')}:{line}"
+            for frame, line in walk_tb(error.__traceback__)
+        ),
+    ]
     return f"{type(error).__name__} in {place}"
 
 
 def storable(text: str) -> str:
-    """Return ``text`` without NUL and lone surrogates, which the databases reject, and at most 2,000 characters long."""
+    """Return ``text`` without NUL and lone surrogates, which the databases reject, and at most
+    2,000 characters long."""
     text = text.replace("\x00", "").encode("utf-8", "replace").decode()
     return cut(text, _MAX_ERROR_LENGTH) if text.strip() else "No reason was given."
 
 
 def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:
-    """Return the first line of ``text``, at most ``length`` characters, for the history of a key. An ellipsis is the sign that
-    there is more."""
+    """Return the first line of ``text``, at most ``length`` characters, for the history of a key.
+    An ellipsis is the sign that there is more."""
     line, _, more = storable(text).strip().partition("\n")
     return cut(f"{line.rstrip()} …" if more else line, length)
 
 
 def refuse_unstorable_json(value: Any) -> int:
-    """Raise TypeError, ValueError or RecursionError for a value that is not JSON, that JSON would change, or that PostgreSQL
-    does not store as jsonb: a failed INSERT would break the transaction of the caller. Return the bytes of the JSON."""
+    """Raise TypeError, ValueError or RecursionError for a value that is not JSON, that JSON would
+    change, or that PostgreSQL does not store as jsonb: a failed INSERT would break the transaction
+    of the caller. Return the bytes of the JSON."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     size = len(text.encode())  # refuses lone surrogates
     if "\\u0000" in text.replace("\\\\", ""):
         raise ValueError("it contains a NUL character")
     if not _has_names_only(value):
-        raise ValueError("an object in it has a key that is not a string, and JSON would change that key to a string")
+        raise ValueError(
+            "an object in it has a key that is not a string, and JSON would change that key to a"
+            " string"
+        )
     return size
 
 
 def _has_names_only(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _has_names_only(inner) for name, inner in value.items())
+        return all(
+            isinstance(name, str) and _has_names_only(inner) for name, inner in value.items()
+        )
     return not isinstance(value, list | tuple) or all(map(_has_names_only, value))
 
 
@@ -64,17 +78,22 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return ``text`` with an escape sequence for each character that is not printable, so that it stays one line of a log and
-    a terminal does not act on it."""
+    """Return ``text`` with an escape sequence for each character that is not printable, so that it
+    stays one line of a log and a terminal does not act on it."""
     if text.isprintable():
         return text
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
+    )
 
 
 def escape_arguments(record: LogRecord) -> bool:
-    """Escape the arguments of a log line, because a client may have sent a part of them. The filter of the app's logger."""
+    """Escape the arguments of a log line, because a client may have sent a part of them. The filter
+    of the app's logger."""
     if isinstance(record.args, tuple):
-        record.args = tuple(escaped(value) if isinstance(value, str) else value for value in record.args)
+        record.args = tuple(
+            escaped(value) if isinstance(value, str) else value for value in record.args
+        )
     return True
 
 
@@ -83,7 +102,8 @@ def first_line(error: BaseException) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with its unit: ``20 ms``, ``1.4 s`` (``1,4 s`` in German), ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
+    """Return a duration with its unit: ``20 ms``, ``1.4 s`` (``1,4 s`` in German), ``45 s``, ``3
+    min``, ``2 h``, ``5 d``."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
@@ -95,5 +115,6 @@ def duration(seconds: float) -> str:
 
 
 def with_decimal_sign(number: str) -> str:
-    """Return a number, written with a point, with the decimal sign of the language of the person."""
+    """Return a number, written with a point, with the decimal sign of the language of the
+    person."""
     return number.replace(".", str(get_format("DECIMAL_SEPARATOR")))

@@ -1,7 +1,7 @@
 """The watchdog of a loop: it finds project code that hangs, and reports it.
 
-A thread cannot be killed. Therefore the process of a loop ends after a run that hangs, and is started again. Code that a
-caller runs outside of a loop is registered too, but nobody looks for it.
+A thread cannot be killed. Therefore the process of a loop ends after a run that hangs, and is
+started again. Code that a caller runs outside of a loop is registered too, but nobody looks for it.
 """
 
 import logging
@@ -26,12 +26,16 @@ logger = logging.getLogger("idempotency")
 #: The time after which a run whose queries were cancelled still counts as hung.
 CANCEL_SECONDS = 5.0
 #: The folders of code that is not the project's.
-_OTHER_FOLDERS = (f"{Path(__file__).parent}{os.sep}", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_OTHER_FOLDERS = (
+    f"{Path(__file__).parent}{os.sep}",
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
-    """Project code that runs in this thread. It hangs if it makes no progress for ``limit_seconds``."""
+    """Project code that runs in this thread. It hangs if it makes no progress for
+    ``limit_seconds``."""
 
     name: str
     limit_seconds: float
@@ -54,8 +58,11 @@ _runs: dict[int, Run] = {}
 
 
 @contextmanager
-def watched(name: str, *, limit_seconds: float, mark: Callable[[str], object], key: Any = None) -> Iterator[None]:
-    """Register the block as a run of this thread. The time of an outer block counts from the end of this one."""
+def watched(
+    name: str, *, limit_seconds: float, mark: Callable[[str], object], key: Any = None
+) -> Iterator[None]:
+    """Register the block as a run of this thread. The time of an outer block counts from the end of
+    this one."""
     run = Run(name, limit_seconds, mark, key)
     outer = _runs.get(run.thread)
     _runs[run.thread] = run
@@ -77,22 +84,28 @@ def note_progress(key: Any) -> None:
 
 
 class Watchdog:
-    """Looks at the runs of this process from another thread than theirs. It makes no statement and writes no log line itself,
-    because these may hang too."""
+    """Looks at the runs of this process from another thread than theirs. It makes no statement and
+    writes no log line itself, because these may hang too."""
 
     def __init__(self) -> None:
         self._reports: dict[Run, float] = {}
 
     def hung_threads(self) -> set[int]:
-        """Report each run that hangs, once. Return the threads of those that still hang CANCEL_SECONDS after their report."""
+        """Report each run that hangs, once. Return the threads of those that still hang
+        CANCEL_SECONDS after their report."""
         now, former = time.monotonic(), self._reports
         self._reports = {run: former.get(run, now) for run in list(_runs.values()) if run.hangs}
         for run in self._reports.keys() - former.keys():
-            threading.Thread(target=_report, args=[run], name="idempotency-watchdog", daemon=True).start()
-        return {run.thread for run, reported in self._reports.items() if now - reported > CANCEL_SECONDS}
+            threading.Thread(
+                target=_report, args=[run], name="idempotency-watchdog", daemon=True
+            ).start()
+        return {
+            run.thread for run, reported in self._reports.items() if now - reported > CANCEL_SECONDS
+        }
 
     def last_progress(self) -> float:
-        """Return the time at which a run of this process made progress last, by the monotonic clock."""
+        """Return the time at which a run of this process made progress last, by the monotonic
+        clock."""
         return max((run.progressed for run in list(_runs.values())), default=0.0)
 
 
@@ -102,12 +115,25 @@ def _report(run: Run) -> None:
         return  # It has ended meanwhile.
     stack = traceback.extract_stack(frame)
     place = _place_of(stack)
-    text, values = "%s made no progress for %g s and hangs at %s", (run.name, run.limit_seconds, place)
+    text, values = (
+        "%s made no progress for %g s and hangs at %s",
+        (
+            run.name,
+            run.limit_seconds,
+            place,
+        ),
+    )
     listing = "Stack of its thread:\n" + "".join(stack.format())
     # The methods of a logger take the stack of their own thread only.
-    logger.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, values, None, sinfo=listing))
+    logger.handle(
+        logger.makeRecord(
+            logger.name, logging.ERROR, __file__, 0, text, values, None, sinfo=listing
+        )
+    )
     marked = threading.Event()
-    threading.Thread(target=_cancel, args=[run, marked], name="idempotency-cancel", daemon=True).start()
+    threading.Thread(
+        target=_cancel, args=[run, marked], name="idempotency-cancel", daemon=True
+    ).start()
     try:
         run.mark(place)
     except Exception:
@@ -124,7 +150,8 @@ def _place_of(stack: traceback.StackSummary) -> str:
 
 
 def _cancel(run: Run, marked: threading.Event) -> None:
-    """Ask the server to cancel the queries of a run, once it is marked. A query of its own may lock the row of the mark."""
+    """Ask the server to cancel the queries of a run, once it is marked. A query of its own may lock
+    the row of the mark."""
     marked.wait(1)
     for connection in run.connections:
         own: Any = connection.connection

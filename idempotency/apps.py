@@ -24,4 +24,6 @@ class IdempotencyConfig(AppConfig):
 
         logging.getLogger("idempotency").addFilter(escape_arguments)
         adapter.register(adapter.HTTP, HttpAdapter())
-        request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")
+        request_started.connect(
+            atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests"
+        )

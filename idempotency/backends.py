@@ -1,4 +1,5 @@
-"""Backends: the interface between the enqueuer and a queue, and a base class for queues that take one job at a time."""
+"""Backends: the interface between the enqueuer and a queue, and a base class for queues that take
+one job at a time."""
 
 import random
 import time
@@ -23,13 +24,14 @@ from idempotency.models import StagedJob
 
 #: A job has failed after this number of refusals, or of hand-overs without an effect.
 MAX_ATTEMPTS = 10
-#: The limit for a job refused with JobNotAllowed. These refusals take three days, so that a Monday deploy can add the function.
+#: The limit for a job refused with JobNotAllowed. These refusals take three days, so that a Monday
+#: deploy can add the function.
 NAME_MAX_ATTEMPTS = 81
 #: A batch hands over no job after this time, so that its transaction does not stay open.
 BATCH_SECONDS = 30
 BROKER_TIMEOUT_SECONDS = 10
-#: The broker is unavailable after this number of jobs in a row that it did not take; after two, if they took
-#: BROKER_TIMEOUT_SECONDS.
+#: The broker is unavailable after this number of jobs in a row that it did not take; after two, if
+#: they took BROKER_TIMEOUT_SECONDS.
 MOST_UNAVAILABLE = 10
 _TEN_YEARS = 315_576_000
 #: The end of the current batch, as a value of time.monotonic().
@@ -37,13 +39,14 @@ _deadline: ContextVar[float] = ContextVar("idempotency_deadline", default=float(
 
 
 class BrokerUnavailable(IdempotencyError):
-    """The broker cannot be reached. No job was lost, and no attempt was counted. Start the broker or correct its address; the
-    next pass continues."""
+    """The broker cannot be reached. No job was lost, and no attempt was counted. Start the broker
+    or correct its address; the next pass continues."""
 
 
 class NotDeleted(IdempotencyError):
-    """The broker has the job, but its row cannot be deleted. The job is not handed over again. Correct the cause. If the job
-    has failed, then run ``manage.py staged_jobs retry``, which deletes the row. After ``purge``, a worker would skip the job.
+    """The broker has the job, but its row cannot be deleted. The job is not handed over again.
+    Correct the cause. If the job has failed, then run ``manage.py staged_jobs retry``, which
+    deletes the row. After ``purge``, a worker would skip the job.
     """
 
     @classmethod
@@ -53,26 +56,30 @@ class NotDeleted(IdempotencyError):
 
 
 class NoEffect(IdempotencyError):
-    """The job reached its hand-over limit without taking effect. Check the workers and the error of the job there, then run
-    ``manage.py staged_jobs retry``."""
+    """The job reached its hand-over limit without taking effect. Check the workers and the error of
+    the job there, then run ``manage.py staged_jobs retry``."""
 
 
 class HandOverOnCommit(IdempotencyError):
-    """The hand-over registered a callback with transaction.on_commit(). The callback would run after the staged row is
-    deleted, so a failure would lose the job. Send at once: use django-rq with commit_mode="auto", and Celery without
-    delay_on_commit()."""
+    """The hand-over registered a callback with transaction.on_commit(). The callback would run
+    after the staged row is deleted, so a failure would lose the job. Send at once: use django-rq
+    with commit_mode="auto", and Celery without delay_on_commit()."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferAgain:
-    """The broker took the job but may lose it. The job stays staged, and is due again after ``seconds``, an int or float from
-    one second to ten years. After less than a second, one pass would hand the job over again and again."""
+    """The broker took the job but may lose it. The job stays staged, and is due again after
+    ``seconds``, an int or float from one second to ten years. After less than a second, one pass
+    would hand the job over again and again."""
 
     seconds: float
 
     def __post_init__(self) -> None:
         if not isinstance(self.seconds, int | float) or not 1 <= self.seconds <= _TEN_YEARS:
-            raise ValueError(f"OfferAgain takes a number of seconds from 1 to {_TEN_YEARS}, not {self.seconds!r}.")
+            raise ValueError(
+                f"OfferAgain takes a number of seconds from 1 to {_TEN_YEARS}, not"
+                f" {self.seconds!r}."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,63 +89,73 @@ class TookEffect:
 
 @dataclass(frozen=True, slots=True)
 class NotOffered:
-    """The job was not offered to the broker, because the time of the batch was up. It stays due, for the next batch."""
+    """The job was not offered to the broker, because the time of the batch was up. It stays due,
+    for the next batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The job was refused with an error that would otherwise not count, such as BrokerUnavailable."""
+    """The job was refused with an error that would otherwise not count, such as
+    BrokerUnavailable."""
 
     error: BaseException
 
 
-#: The result of a hand-over, if the broker did not simply take the job. An exception means a refusal.
+#: The result of a hand-over, if the broker did not simply take the job. An exception means a
+#: refusal.
 HandOverResult: TypeAlias = BaseException | OfferAgain | TookEffect | NotOffered | Refusal
 #: Results by job id. None: the broker took the job.
 Results: TypeAlias = dict[UUID, HandOverResult | None]
 
 
 class Backend(Protocol):
-    """A destination of staged jobs, named by a dotted path in ``IDEMPOTENCY["ENQUEUERS"]`` and built without arguments.
+    """A destination of staged jobs, named by a dotted path in ``IDEMPOTENCY["ENQUEUERS"]`` and
+    built without arguments.
 
-    A class with ``runs_functions = True`` declares that its workers call ``call_job``. Then ``stage_job`` and the enqueuer
-    refuse functions outside JOB_MODULES.
+    A class with ``runs_functions = True`` declares that its workers call ``call_job``. Then
+    ``stage_job`` and the enqueuer refuse functions outside JOB_MODULES.
 
-    A class with ``uses_database = False`` declares that its hand-over writes to no Django database. If the transaction of the
-    enqueuer is lost after the hand-over, the results are then kept. Otherwise the jobs are handed over again.
+    A class with ``uses_database = False`` declares that its hand-over writes to no Django database.
+    If the transaction of the enqueuer is lost after the hand-over, the results are then kept.
+    Otherwise the jobs are handed over again.
     """
 
     def hand_over(
         self, queue: str, jobs: Sequence[StagedJob]
     ) -> Mapping[UUID, HandOverResult | None] | Awaitable[Mapping[UUID, HandOverResult | None]]:
-        """Give ``jobs`` to the broker. Return a mapping from job ids to results. It may lack jobs that the broker took.
+        """Give ``jobs`` to the broker. Return a mapping from job ids to results. It may lack jobs
+        that the broker took.
 
         - None, or no result: the broker has the job, and the row is deleted.
         - ``OfferAgain``: the broker has the job, and the row stays until the job took effect.
         - ``TookEffect``: the job was handed over before and took effect. The row is deleted.
-        - ``NotOffered``: the time was up before this job. The job stays due. At least one job of a call must be offered.
-        - ``BrokerUnavailable``: the broker did not process the job. This counts as a refusal if the broker took a later one of
-          ``jobs``, and otherwise not at all.
+        - ``NotOffered``: the time was up before this job. The job stays due. At least one job of a
+          call must be offered.
+        - ``BrokerUnavailable``: the broker did not process the job. This counts as a refusal if the
+          broker took a later one of ``jobs``, and otherwise not at all.
         - Any other exception: the job is refused.
 
-        If the method returns a value of another kind, all jobs count as refused. The method may be ``async def``. Raises
-        BrokerUnavailable when the broker takes nothing. After any exception, the enqueuer hands the jobs over one by one.
+        If the method returns a value of another kind, all jobs count as refused. The method may be
+        ``async def``. Raises BrokerUnavailable when the broker takes nothing. After any exception,
+        the enqueuer hands the jobs over one by one.
 
-        The method must return before the enqueuer's transaction times out. Each call to the broker needs a timeout of at most
-        BROKER_TIMEOUT_SECONDS; none may begin when ``seconds_left()`` is negative. The method must send at once: a callback of
-        ``transaction.on_commit`` makes the hand-over fail with HandOverOnCommit.
+        The method must return before the enqueuer's transaction times out. Each call to the broker
+        needs a timeout of at most BROKER_TIMEOUT_SECONDS; none may begin when ``seconds_left()`` is
+        negative. The method must send at once: a callback of ``transaction.on_commit`` makes the
+        hand-over fail with HandOverOnCommit.
         """
         ...
 
 
 class OfferedSingly(dict[UUID, "HandOverResult | None"]):
-    """The results of jobs that were offered one by one. The enqueuer need not offer them again to find a job that the broker
-    refuses with BrokerUnavailable."""
+    """The results of jobs that were offered one by one. The enqueuer need not offer them again to
+    find a job that the broker refuses with BrokerUnavailable."""
 
 
 class TransactionBroken(Exception):
-    """Raised through ``hand_over()`` when the transaction of the enqueuer can only be rolled back, for example after a lost
-    connection. ``job`` is the job of the hand-over that found or caused it, if it is known; ``results`` has those before."""
+    """Raised through ``hand_over()`` when the transaction of the enqueuer can only be rolled back,
+    for example after a lost connection. ``job`` is the job of the hand-over that found or caused
+    it, if it is known; ``results`` has those before."""
 
     def __init__(self, job: StagedJob | None, results: Results) -> None:
         super().__init__("The transaction of the enqueuer is broken.")
@@ -146,9 +163,11 @@ class TransactionBroken(Exception):
 
 
 def seconds_left() -> float:
-    """Return the seconds for which the current batch may begin hand-overs; a negative number after that time.
+    """Return the seconds for which the current batch may begin hand-overs; a negative number after
+    that time.
 
-    A batch lasts BATCH_SECONDS, or half of a lower time limit that the database sets for transactions.
+    A batch lasts BATCH_SECONDS, or half of a lower time limit that the database sets for
+    transactions.
     """
     return _deadline.get() - time.monotonic()
 
@@ -164,13 +183,17 @@ def ends_at(deadline: float) -> Iterator[None]:
 
 
 def offer_singly(
-    jobs: Sequence[StagedJob], offer: Callable[[StagedJob], HandOverResult | None], *, unavailable: int = 0
+    jobs: Sequence[StagedJob],
+    offer: Callable[[StagedJob], HandOverResult | None],
+    *,
+    unavailable: int = 0,
 ) -> Results:
-    """Offer one job after the other, in order. Return the results; an exception of ``offer`` is one, too.
+    """Offer one job after the other, in order. Return the results; an exception of ``offer`` is
+    one, too.
 
-    If the broker is unavailable for a job, a job at random is next. If the broker takes that job, it has refused the one
-    before; otherwise it soon counts as unavailable for all, and the rest is not offered. ``unavailable`` is the number of
-    hand-overs that failed so before.
+    If the broker is unavailable for a job, a job at random is next. If the broker takes that job,
+    it has refused the one before; otherwise it soon counts as unavailable for all, and the rest is
+    not offered. ``unavailable`` is the number of hand-overs that failed so before.
     Raises TransactionBroken if the transaction of the enqueuer is broken.
     """
     results: Results = {}
@@ -183,15 +206,23 @@ def offer_singly(
         if isinstance(result, BrokerUnavailable):
             failed[job.pk] = Refusal(result)
             row = len(failed) + unavailable
-            if row >= MOST_UNAVAILABLE or (row > 1 and time.monotonic() - since >= BROKER_TIMEOUT_SECONDS):
+            if row >= MOST_UNAVAILABLE or (
+                row > 1 and time.monotonic() - since >= BROKER_TIMEOUT_SECONDS
+            ):
                 return results | dict.fromkeys((left.pk for left in waiting), result)
         elif result is None or isinstance(result, OfferAgain):
             results |= failed
             failed, unavailable, taken, since = {}, 0, True, time.monotonic()
-    return results | (failed if taken else {}) | dict.fromkeys((left.pk for left in waiting), NotOffered())
+    return (
+        results
+        | (failed if taken else {})
+        | dict.fromkeys((left.pk for left in waiting), NotOffered())
+    )
 
 
-def _result_of(offer: Callable[[StagedJob], HandOverResult | None], job: StagedJob, results: Results) -> HandOverResult | None:
+def _result_of(
+    offer: Callable[[StagedJob], HandOverResult | None], job: StagedJob, results: Results
+) -> HandOverResult | None:
     try:
         return offer(job)
     except TransactionBroken as broken:
@@ -206,22 +237,34 @@ def _result_of(offer: Callable[[StagedJob], HandOverResult | None], job: StagedJ
 class OneByOne:
     """The base class of a backend whose broker takes one job at a time."""
 
-    #: For a queue that may lose a job when a worker dies. The job stays staged until the inbox has it, and is handed
-    #: over again after this time, then after twice that time, and so on. None: the queue is reliable.
+    #: For a queue that may lose a job when a worker dies. The job stays staged until the inbox has
+    #: it, and is handed over again after this time, then after twice that time, and so on. None:
+    #: the queue is reliable.
     follow_up_seconds: float | None = None
     #: False if a hand-over does not use a Django database; it then needs no savepoint.
     uses_database = True
 
-    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult | None]:
-        """Hand the jobs over one after the other, as long as ``seconds_left()`` permits. An exception of ``hand_over_one()``
-        refuses its job; BrokerUnavailable does so only if the broker takes another job."""
+    def hand_over(
+        self, queue: str, jobs: Sequence[StagedJob]
+    ) -> Mapping[UUID, HandOverResult | None]:
+        """Hand the jobs over one after the other, as long as ``seconds_left()`` permits. An
+        exception of ``hand_over_one()`` refuses its job; BrokerUnavailable does so only if the
+        broker takes another job."""
         results: Results = {}
         # A retried job has no hand-overs, but keeps its last error.
-        if again := [str(job.pk) for job in jobs if self.follow_up_seconds and (job.hand_overs or job.last_error)]:
+        if again := [
+            str(job.pk)
+            for job in jobs
+            if self.follow_up_seconds and (job.hand_overs or job.last_error)
+        ]:
             try:
                 with transaction.atomic(using=(alias := jobs[0]._state.db)):
-                    results |= {UUID(done): TookEffect() for done in took_effect(STAGED_JOBS, again, using=alias)}
-            except (OperationalError, InterfaceError) as error:  # No job is the cause, so no job is refused.
+                    results |= {
+                        UUID(done): TookEffect()
+                        for done in took_effect(STAGED_JOBS, again, using=alias)
+                    }
+            except (OperationalError, InterfaceError) as error:
+                # No job is the cause, so no job is refused.
                 unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
                 return OfferedSingly(dict.fromkeys((job.pk for job in jobs), unread))
         waiting = [job for job in jobs if job.pk not in results]
@@ -230,7 +273,8 @@ class OneByOne:
     def _offer(self, queue: str, job: StagedJob) -> OfferAgain | None:
         again = self._offered_again(job)  # Before the hand-over, because it may raise.
         if self.uses_database:
-            # The queue may be in this database. An error there must not break the transaction of the enqueuer.
+            # The queue may be in this database. An error there must not break the transaction of
+            # the enqueuer.
             with hand_over_savepoint(job._state.db):
                 self._hand_over_and_check(queue, job)
         else:
@@ -239,7 +283,9 @@ class OneByOne:
 
     @in_own_context
     def _hand_over(self, queue: str, job: StagedJob) -> None:
-        refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
+        refuse_generator(
+            f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job))
+        )
 
     def _hand_over_and_check(self, queue: str, job: StagedJob) -> None:
         """Hand one job over, and check the connections to other databases before the next one."""
@@ -249,8 +295,8 @@ class OneByOne:
             aliases = drop_broken_connections()
         if aliases:
             raise RuntimeError(
-                f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It was rolled back. Commit it in "
-                "the hand-over, for example with transaction.atomic()."
+                f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It was"
+                " rolled back. Commit it in the hand-over, for example with transaction.atomic()."
             )
 
     def _offered_again(self, job: StagedJob) -> OfferAgain | None:
@@ -263,7 +309,8 @@ class OneByOne:
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
         """Give one job to the broker; a coroutine is awaited.
 
-        Raises BrokerUnavailable if the broker cannot be reached. Any other exception refuses the job.
+        Raises BrokerUnavailable if the broker cannot be reached. Any other exception refuses the
+        job.
         """
         raise NotImplementedError
 
@@ -280,7 +327,8 @@ class CallableBackend(OneByOne):
 
 @contextmanager
 def hand_over_savepoint(alias: str | None) -> Iterator[None]:
-    """Open a savepoint for a hand-over. Its rollback also drops the on_commit callbacks of this database.
+    """Open a savepoint for a hand-over. Its rollback also drops the on_commit callbacks of this
+    database.
 
     Raises HandOverOnCommit if the block registered an on_commit callback on any database.
     """
@@ -292,6 +340,14 @@ def hand_over_savepoint(alias: str | None) -> Iterator[None]:
 
 
 def _callbacks() -> int:
-    """Return the number of on_commit callbacks, except those of this app, on which no job depends."""
-    waiting = (entry[1] for connection in connections.all(initialized_only=True) for entry in connection.run_on_commit)
-    return sum(not str(getattr(callback, "__module__", "")).startswith("idempotency.") for callback in waiting)
+    """Return the number of on_commit callbacks, except those of this app, on which no job
+    depends."""
+    waiting = (
+        entry[1]
+        for connection in connections.all(initialized_only=True)
+        for entry in connection.run_on_commit
+    )
+    return sum(
+        not str(getattr(callback, "__module__", "")).startswith("idempotency.")
+        for callback in waiting
+    )

@@ -18,7 +18,8 @@ from idempotency.models import IdempotencyKey
 
 @dataclass(frozen=True, slots=True)
 class CompletePass:
-    """The counts of one pass: keys that were finished, that failed and will be retried, and that became stuck."""
+    """The counts of one pass: keys that were finished, that failed and will be retried, and that
+    became stuck."""
 
     finished: int = 0
     failed: int = 0
@@ -33,17 +34,20 @@ def complete_once(
     using: str | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> CompletePass:
-    """Run the request of each abandoned key from its recovery point, as its sender. Several completers may run concurrently.
+    """Run the request of each abandoned key from its recovery point, as its sender. Several
+    completers may run concurrently.
 
-    On return each key that was claimed is finished, stuck, or released. A released key is due again after a wait that doubles
-    with each run. Exceptions of views are logged and stored on the key. Scopes take turns, so that failing keys of one scope
-    do not delay the others. The pass also runs keys that become due while it runs other keys. It ends when no key is left that
-    was due when it began.
+    On return each key that was claimed is finished, stuck, or released. A released key is due again
+    after a wait that doubles with each run. Exceptions of views are logged and stored on the key.
+    Scopes take turns, so that failing keys of one scope do not delay the others. The pass also runs
+    keys that become due while it runs other keys. It ends when no key is left that was due when it
+    began.
 
     - ``batch_size``: the number of keys read at a time, at most ten of each scope.
-    - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in the thread of the caller.
-    - ``dry_run``: run no key. The count ``finished`` of the result is the number of keys that would be run. The outcomes
-      of these runs are unknown.
+    - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in
+      the thread of the caller.
+    - ``dry_run``: run no key. The count ``finished`` of the result is the number of keys that would
+      be run. The outcomes of these runs are unknown.
     - ``stop``: called before each key; True ends the pass.
 
     Raises RuntimeError in a transaction, and if autocommit is off.
@@ -72,9 +76,10 @@ def complete_once(
 def complete_key(pk: int, *, using: str | None = None) -> str | None:
     """Run one key from its recovery point now, whatever its age.
 
-    Return the result of the run: "finished", "stuck" or "failed". After "failed", the key is released with its error, and is
-    due again after COMPLETER_IDLE_SECONDS. If a part of its request is not stored, and nothing was begun, only a retry of the
-    client runs it. Exceptions of the view are logged and stored on the key.
+    Return the result of the run: "finished", "stuck" or "failed". After "failed", the key is
+    released with its error, and is due again after COMPLETER_IDLE_SECONDS. If a part of its request
+    is not stored, and nothing was begun, only a retry of the client runs it. Exceptions of the view
+    are logged and stored on the key.
 
     Return None, without any change, in these cases:
 

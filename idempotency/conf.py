@@ -1,4 +1,5 @@
-"""The setting ``IDEMPOTENCY``, a dict. It is validated and typed at first use. This module alone defines the defaults."""
+"""The setting ``IDEMPOTENCY``, a dict. It is validated and typed at first use. This module alone
+defines the defaults."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -31,16 +32,19 @@ class Settings:
     KEY_MIN_LENGTH: int = 1
     #: A longer key gets 400 ``key_invalid``. The maximum is 255, the width of the column.
     KEY_MAX_LENGTH: int = 255
-    #: A Django validator or its dotted path; a key that it rejects gets 400. None accepts every key.
+    #: A Django validator or its dotted path; a key that it rejects gets 400. None accepts every
+    #: key.
     KEY_VALIDATOR: str | Callable[..., Any] | None = None
-    #: Lock timeout: after this time the next request may claim the key. Set it above the client timeout multiplied by the
-    #: number of attempts of the client. A view may have its own ``lease_seconds``.
+    #: Lock timeout: after this time the next request may claim the key. Set it above the client
+    #: timeout multiplied by the number of attempts of the client. A view may have its own
+    #: ``lease_seconds``.
     LOCK_TIMEOUT_SECONDS: int = 90
     #: The time for which a finished key is replayed. It starts when the response is stored.
     RETENTION_HOURS: int = 72
     #: The minimum age of a key for the completer. Until then the client may still retry.
     COMPLETER_MIN_AGE_SECONDS: int = 300
-    #: The minimum time since the last run of the key. Each run of the completer doubles it, up to 4 hours.
+    #: The minimum time since the last run of the key. Each run of the completer doubles it, up to 4
+    #: hours.
     COMPLETER_IDLE_SECONDS: int = 60
     #: The completer marks a key as stuck after this number of runs.
     COMPLETER_MAX_ATTEMPTS: int = 25
@@ -50,57 +54,65 @@ class Settings:
     PHASE_ISOLATION: Isolation | None = None
     #: Isolation of plain views; None is the connection's own level, as under ATOMIC_REQUESTS.
     PLAIN_ISOLATION: Isolation | None = None
-    #: True makes the app wait until the synchronous standbys have all earlier commits. It waits before it sends a replay,
-    #: skips a repeated message, hands over a batch of jobs, or uses the recorded result of a call again. A request that is
-    #: not confirmed gets 503 ``not_replicated``. "storage": the storage replicates the disk of the server, so that the
-    #: server needs no standbys.
+    #: True makes the app wait until the synchronous standbys have all earlier commits. It waits
+    #: before it sends a replay, skips a repeated message, hands over a batch of jobs, or uses the
+    #: recorded result of a call again. A request that is not confirmed gets 503 ``not_replicated``.
+    #: "storage": the storage replicates the disk of the server, so that the server needs no
+    #: standbys.
     CONFIRM_REPLICATED: Confirmation = False
-    #: True sends the first statement of a transaction together with BEGIN, and the last one together with COMMIT. False
-    #: sends each by itself.
+    #: True sends the first statement of a transaction together with BEGIN, and the last one
+    #: together with COMMIT. False sends each by itself.
     MERGE_ROUND_TRIPS: bool = True
-    #: True includes host and mount point in the fingerprint. Use it if one deployment serves several sites.
+    #: True includes host and mount point in the fingerprint. Use it if one deployment serves
+    #: several sites.
     FINGERPRINT_HOST: bool = False
     #: The status for a key that was used with a different request: 422, 400 or 409.
     MISMATCH_STATUS: int = 422
-    #: Statuses that are never stored; a retry runs the view again. A 409, 423, 429 or 503 with Retry-After is not stored
-    #: either, unless a phase stores it.
+    #: Statuses that are never stored; a retry runs the view again. A 409, 423, 429 or 503 with
+    #: Retry-After is not stored either, unless a phase stores it.
     NEVER_STORED_STATUSES: frozenset[int] = frozenset({401, 403, 408, 412, 425, 428, 429})
     #: True also stores 5xx responses, as Stripe does.
     STORE_5XX: bool = False
-    #: A larger response body is sent but not stored. Its replay has the header ``Idempotent-Body-Omitted``.
+    #: A larger response body is sent but not stored. Its replay has the header
+    #: ``Idempotent-Body-Omitted``.
     MAX_STORED_BODY_BYTES: int = 1024 * 1024
-    #: Names of query parameters and response headers that are not stored, because they are credentials. They are added to the
-    #: names that the app knows, such as ``api_key`` and ``access_token``. Case, hyphens and underscores do not matter.
+    #: Names of query parameters and response headers that are not stored, because they are
+    #: credentials. They are added to the names that the app knows, such as ``api_key`` and
+    #: ``access_token``. Case, hyphens and underscores do not matter.
     CREDENTIAL_NAMES: frozenset[str] = frozenset()
-    #: The number of requests of one process that may wait for the first request of their key (``wait_seconds``).
-    #: Further ones get 409. Each waiting request occupies a thread, so keep the number well below the threads of a
-    #: worker.
+    #: The number of requests of one process that may wait for the first request of their key
+    #: (``wait_seconds``). Further ones get 409. Each waiting request occupies a thread, so keep the
+    #: number well below the threads of a worker.
     MAX_WAITING_REQUESTS: int = 2
-    #: A callable or its dotted path that returns the response for ``request, status, code, title, detail, retryable,
-    #: headers``. None is problem+json, or a page for a client that prefers HTML.
+    #: A callable or its dotted path that returns the response for ``request, status, code, title,
+    #: detail, retryable, headers``. None is problem+json, or a page for a client that prefers HTML.
     ERROR_RENDERER: str | Callable[..., Any] | None = None
     #: The prefix of the code in a problem's ``type``.
     PROBLEM_TYPE_BASE: str = "urn:django-idempotency:error:"
-    #: If the processing of a message sends no statement for this time, the database ends its transaction. The message
-    #: can then be delivered again.
+    #: If the processing of a message sends no statement for this time, the database ends its
+    #: transaction. The message can then be delivered again.
     INBOX_IDLE_SECONDS: int = 3600
-    #: Queue names with the dotted path of a backend or of a function that takes a StagedJob; "*" means every other
-    #: queue.
-    ENQUEUERS: Mapping[str, str] = field(default_factory=lambda: {"*": "idempotency.contrib.rq.RQBackend"})
-    #: Modules, with their submodules, that may define functions of staged jobs. None: the modules ``jobs``, ``tasks`` and
-    #: ``operations`` of installed apps, except apps of Django.
+    #: Queue names with the dotted path of a backend or of a function that takes a StagedJob; "*"
+    #: means every other queue.
+    ENQUEUERS: Mapping[str, str] = field(
+        default_factory=lambda: {"*": "idempotency.contrib.rq.RQBackend"}
+    )
+    #: Modules, with their submodules, that may define functions of staged jobs. None: the modules
+    #: ``jobs``, ``tasks`` and ``operations`` of installed apps, except apps of Django.
     JOB_MODULES: tuple[str, ...] | None = None
-    #: ``stage_job`` refuses a job whose arguments are longer as JSON. Larger data belongs in a table or a file storage.
+    #: ``stage_job`` refuses a job whose arguments are longer as JSON. Larger data belongs in a
+    #: table or a file storage.
     MAX_JOB_BYTES: int = 256 * 1024
-    #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
+    #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that
+    #: staged them.
     HAND_OVER_AFTER_COMMIT: bool = False
-    #: True counts requests, replays, conflicts and errors per minute for the dashboard. Each process
-    #: with ``django.contrib.admin`` in ``INSTALLED_APPS`` counts in memory. Every 10 seconds it
-    #: writes the counts in one transaction, after the end of a request.
+    #: True counts requests, replays, conflicts and errors per minute for the dashboard. Each
+    #: process with ``django.contrib.admin`` in ``INSTALLED_APPS`` counts in memory. Every 10
+    #: seconds it writes the counts in one transaction, after the end of a request.
     COUNT_REQUESTS: bool = True
-    #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a middleware would set, or
-    #: returns a context manager that stays open for the run. It is called before the view in the completer, and before
-    #: ``on_abandon`` in the reaper.
+    #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a
+    #: middleware would set, or returns a context manager that stays open for the run. It is called
+    #: before the view in the completer, and before ``on_abandon`` in the reaper.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 
 
@@ -115,13 +127,20 @@ def named(value: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def _filled(value: Any, containers: Any, kind: type) -> bool:
     """Return whether ``value`` is a container with one or more items of this kind."""
-    return isinstance(value, containers) and bool(value) and all(isinstance(item, kind) for item in value)
+    return (
+        isinstance(value, containers)
+        and bool(value)
+        and all(isinstance(item, kind) for item in value)
+    )
 
 
 _LEVELS, _LIST = get_args(Isolation), list | tuple
 #: The condition of each annotation, and its description in messages.
 _KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a positive whole number"),
+    int: (
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
+        "a positive whole number",
+    ),
     bool: (lambda v: isinstance(v, bool), "True or False"),
     Confirmation: (lambda v: isinstance(v, bool) or v == "storage", "True, False or 'storage'"),
     str: (lambda v: isinstance(v, str), "a string"),
@@ -131,15 +150,24 @@ _KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "None or a list of dotted names of modules",
     ),
     frozenset[str]: (
-        lambda v: isinstance(v, _LIST | set | frozenset) and all(isinstance(name, str) and name.strip() for name in v),
+        lambda v: (
+            isinstance(v, _LIST | set | frozenset)
+            and all(isinstance(name, str) and name.strip() for name in v)
+        ),
         "a collection of names",
     ),
-    frozenset[int]: (lambda v: _filled(v, _LIST | set | frozenset, int), "a collection of status codes"),
+    frozenset[int]: (
+        lambda v: _filled(v, _LIST | set | frozenset, int),
+        "a collection of status codes",
+    ),
     Mapping[str, str]: (
         lambda v: _filled(v, Mapping, str) and all(isinstance(path, str) for path in v.values()),
         "a dict of one or more queue names, each with the dotted path of its backend",
     ),
-    Isolation | None: (lambda v: v is None or v in _LEVELS, "None or one of " + ", ".join(map(repr, _LEVELS))),
+    Isolation | None: (
+        lambda v: v is None or v in _LEVELS,
+        "None or one of " + ", ".join(map(repr, _LEVELS)),
+    ),
     str | Callable[..., Any] | None: (
         lambda v: v is None or isinstance(v, str) or callable(v),
         "a callable or its dotted path",
@@ -153,7 +181,9 @@ def mistakes(values: object) -> list[str]:
         return ["IDEMPOTENCY must be a dict."]
     known = {f.name: f.type for f in fields(Settings)}
     found = [
-        f"IDEMPOTENCY[{name!r}] is not a setting. The settings are: {', '.join(known)}." for name in values if name not in known
+        f"IDEMPOTENCY[{name!r}] is not a setting. The settings are: {', '.join(known)}."
+        for name in values
+        if name not in known
     ]
     for name, annotation in known.items():
         accepts, expected = _KINDS[annotation]
@@ -165,7 +195,8 @@ def mistakes(values: object) -> list[str]:
 
 
 def are_valid() -> bool:
-    """Return whether the project's settings are valid. The system check E001 reports the mistakes."""
+    """Return whether the project's settings are valid. The system check E001 reports the
+    mistakes."""
     return not mistakes(getattr(django_settings, "IDEMPOTENCY", {}))
 
 
@@ -177,12 +208,15 @@ def _contradictions(values: Settings) -> list[str]:
         found.append("IDEMPOTENCY['KEY_MAX_LENGTH'] must be at most 255, the width of the column.")
     if isinstance(values.KEY_VALIDATOR, type):
         found.append(
-            "IDEMPOTENCY['KEY_VALIDATOR'] must be a validator, not a validator class: calling a class validates nothing."
+            "IDEMPOTENCY['KEY_VALIDATOR'] must be a validator, not a validator class: calling a"
+            " class validates nothing."
         )
     if values.MISMATCH_STATUS not in (400, 409, 422):
         found.append("IDEMPOTENCY['MISMATCH_STATUS'] must be 422, 400 or 409.")
     if values.RETENTION_HOURS < 24:
-        found.append("IDEMPOTENCY['RETENTION_HOURS'] must be at least 24: clients may retry on the next day.")
+        found.append(
+            "IDEMPOTENCY['RETENTION_HOURS'] must be at least 24: clients may retry on the next day."
+        )
     if values.LOCK_TIMEOUT_SECONDS >= values.RETENTION_HOURS * 3600:
         found.append("IDEMPOTENCY['LOCK_TIMEOUT_SECONDS'] must be shorter than RETENTION_HOURS.")
     return found

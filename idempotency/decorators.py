@@ -1,4 +1,5 @@
-"""The decorator ``@idempotent``. It wraps a view; ``idempotency._http.entry`` then handles each request."""
+"""The decorator ``@idempotent``. It wraps a view; ``idempotency._http.entry`` then handles each
+request."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,10 +23,11 @@ Given = ParamSpec("Given")
 
 
 class ProtectedRequest(HttpRequest):
-    """The request of a protected view, for annotations: ``def pay(request: ProtectedRequest)``. It has no instances.
+    """The request of a protected view, for annotations: ``def pay(request: ProtectedRequest)``. It
+    has no instances.
 
-    The attribute ``idempotency_key`` is None in a request without a key (``required=False``, safe methods). The annotation
-    does not express this.
+    The attribute ``idempotency_key`` is None in a request without a key (``required=False``, safe
+    methods). The annotation does not express this.
     """
 
     idempotency_key: ClaimedKey
@@ -37,14 +39,18 @@ class Idempotent(Protocol[Given]):
     @overload
     def __call__(self, view: AnyView, /) -> AnyView: ...
     @overload
-    def __call__(self, *nothing: Given.args, **options: Given.kwargs) -> Callable[[AnyView], AnyView]: ...
+    def __call__(
+        self, *nothing: Given.args, **options: Given.kwargs
+    ) -> Callable[[AnyView], AnyView]: ...
 
 
 def takes(options: Callable[Given, Options]) -> Callable[[Callable[..., Any]], Idempotent[Given]]:
     """Give a decorator the signature of its options, for type checkers and ``inspect``."""
 
     def declare(decorator: Any) -> Any:
-        view = Parameter("view", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=View | None)
+        view = Parameter(
+            "view", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=View | None
+        )
         decorator.__signature__ = Signature([view, *signature(options).parameters.values()])
         return decorator
 
@@ -55,43 +61,56 @@ def takes(options: Callable[Given, Options]) -> Callable[[Callable[..., Any]], I
 def idempotent(view: View | None = None, **given: Any) -> Any:
     """Run a view once per idempotency key, and answer each retry with the same response.
 
-    A plain view has no ``recovery_points`` and writes to the database only. One transaction contains the claim, its writes
-    and the stored response. A phased view declares ``recovery_points`` and loops over ``request.idempotency_key.phases()``.
+    A plain view has no ``recovery_points`` and writes to the database only. One transaction
+    contains the claim, its writes and the stored response. A phased view declares
+    ``recovery_points`` and loops over ``request.idempotency_key.phases()``.
 
-    When the view returns a 2xx, a 3xx, or a 4xx that is not in NEVER_STORED_STATUSES, the response and the work are committed.
-    After a 5xx, a status of NEVER_STORED_STATUSES or an exception, a plain view is rolled back, and a phased view stays at its
-    last recovery point. The next request with the key continues from there.
+    When the view returns a 2xx, a 3xx, or a 4xx that is not in NEVER_STORED_STATUSES, the response
+    and the work are committed. After a 5xx, a status of NEVER_STORED_STATUSES or an exception, a
+    plain view is rolled back, and a phased view stays at its last recovery point. The next request
+    with the key continues from there.
 
     - ``required``: False lets a request without a key run unprotected.
-    - ``applies(request)``: False lets the request run unprotected. It is called neither for safe methods nor for a request
-      that the completer runs.
-    - ``validate(request)``: may return a response that refuses the request, before its key is claimed. It is also called for
-      a request without a key, but neither for safe methods nor for a request that the completer runs.
-    - ``scope(request)``: the owner of the key, at most 200 characters. The default is the user, or else the session; see
-      ``idempotency.scopes``.
-    - ``key_from``: the place of the key if there is no header: "body:NAME", "form:NAME" or a function of the request.
-    - ``wait_seconds``: the time for which a duplicate waits for the first request before it gets 409.
+    - ``applies(request)``: False lets the request run unprotected. It is called neither for safe
+      methods nor for a request that the completer runs.
+    - ``validate(request)``: may return a response that refuses the request, before its key is
+      claimed. It is also called for a request without a key, but neither for safe methods nor for a
+      request that the completer runs.
+    - ``scope(request)``: the owner of the key, at most 200 characters. The default is the user, or
+      else the session; see ``idempotency.scopes``.
+    - ``key_from``: the place of the key if there is no header: "body:NAME", "form:NAME" or a
+      function of the request.
+    - ``wait_seconds``: the time for which a duplicate waits for the first request before it gets
+      409.
     - ``isolation``: the level of a plain view's transaction; the default is PLAIN_ISOLATION.
     - ``using``: the alias of the key's database, or a function of the request that returns it.
-    - ``store_body``, in a phased view: False stores no request body. Without it, the completer cannot run the request, and
-      its key becomes stuck. A plain view stores neither headers nor body.
-    - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that a middleware sets
-      ("tenant", "basket.pk"). The values are stored as JSON; the completer sets them on the request that it rebuilds.
-    - ``retention_hours``: how many hours a key is kept after it is finished or refused, if more than RETENTION_HOURS.
-    - ``lease_seconds``: the lock timeout of a key of this view; the default is LOCK_TIMEOUT_SECONDS. Each phase and each call
-      renews the lock.
-    - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It runs once, outside any
-      transaction, and its response finishes the key.
+    - ``store_body``, in a phased view: False stores no request body. Without it, the completer
+      cannot run the request, and its key becomes stuck. A plain view stores neither headers nor
+      body.
+    - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that
+      a middleware sets ("tenant", "basket.pk"). The values are stored as JSON; the completer sets
+      them on the request that it rebuilds.
+    - ``retention_hours``: how many hours a key is kept after it is finished or refused, if more
+      than RETENTION_HOURS.
+    - ``lease_seconds``: the lock timeout of a key of this view; the default is
+      LOCK_TIMEOUT_SECONDS. Each phase and each call renews the lock.
+    - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It
+      runs once, outside any transaction, and its response finishes the key.
 
-    Only ``on_abandon`` may be ``async def``. Apply the decorator inside decorators that check authentication and permissions,
-    which then run before each replay too. A decorated view is excluded from ATOMIC_REQUESTS.
+    Only ``on_abandon`` may be ``async def``. Apply the decorator inside decorators that check
+    authentication and permissions, which then run before each replay too. A decorated view is
+    excluded from ATOMIC_REQUESTS.
     Raises TypeError or ValueError for invalid options.
-    In an outer transaction, for example of a middleware, a plain view is a savepoint and commits with the outer one.
+    In an outer transaction, for example of a middleware, a plain view is a savepoint and commits
+    with the outer one.
     Raises RuntimeError at the request of a phased view if a transaction is already open.
     """
     if unknown := given.keys() - {field.name for field in fields(Options)}:
         names = ", ".join(field.name for field in fields(Options))
-        raise TypeError(f"The decorator @idempotent has no option {sorted(unknown)[0]!r}. The options are: {names}.")
+        raise TypeError(
+            f"The decorator @idempotent has no option {sorted(unknown)[0]!r}. The options are:"
+            f" {names}."
+        )
     options = Options(**given)
 
     def decorate(view: View) -> View:
@@ -101,11 +120,16 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
 
 
 def _protected(view: View, options: Options) -> View:
-    # Django REST framework sets ``cls``. Access decorators such as login_required set the other two.
-    if hasattr(view, "cls") or (hasattr(view, "login_url") and hasattr(view, "redirect_field_name")):
+    # Django REST framework sets ``cls``. Access decorators such as login_required set the other
+    # two.
+    if hasattr(view, "cls") or (
+        hasattr(view, "login_url") and hasattr(view, "redirect_field_name")
+    ):
         raise TypeError(f"{getattr(view, '__name__', view)}" + OUTSIDE)
     if type(getattr(view, "__self__", None)).__module__.startswith("ninja."):
-        raise TypeError(f"{view.__self__.view_func.__name__}{OUTSIDE} Use idempotency.contrib.ninja.idempotent.")  # type: ignore[attr-defined]
+        raise TypeError(
+            f"{view.__self__.view_func.__name__}{OUTSIDE} Use idempotency.contrib.ninja.idempotent."
+        )  # type: ignore[attr-defined]
 
     @wraps(view)
     def protected(*args: Any, **kwargs: Any) -> Any:
@@ -124,10 +148,12 @@ def _protected(view: View, options: Options) -> View:
         if call.request.method in SAFE_METHODS:
             call.request.idempotency_key = None  # type: ignore[attr-defined]
             return await view(*call.args, **call.kwargs)  # type: ignore[no-any-return]
-        # The transaction belongs to the thread of the request. That thread runs the view on the event loop.
+        # The transaction belongs to the thread of the request. That thread runs the view on the
+        # event loop.
         if options.recovery_points is None:
             return call.returned(await sync_to_async(answer_request)(call, options))
-        # A client that hangs up rolls a plain view back. A phased view may be in a call, so it goes on, as under WSGI.
+        # A client that hangs up rolls a plain view back. A phased view may be in a call, so it goes
+        # on, as under WSGI.
         return call.returned(await in_thread(answer_request, call, options))
 
     made: View = protected_async if iscoroutinefunction(view) else protected

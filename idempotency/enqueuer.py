@@ -1,7 +1,8 @@
 """The enqueuer: moves staged jobs to their broker, at least once and with the same id.
 
-A batch is one transaction: lock the rows, hand them over, delete those that were taken. After a crash the same ids are handed
-over again. Rows are deleted by id, never by range, because a lower id may commit later than a higher one.
+A batch is one transaction: lock the rows, hand them over, delete those that were taken. After a
+crash the same ids are handed over again. Rows are deleted by id, never by range, because a lower id
+may commit later than a higher one.
 """
 
 import time
@@ -23,8 +24,9 @@ from idempotency.backends import BrokerUnavailable, TookEffect
 from idempotency.exceptions import NotReplicated
 from idempotency.models import StagedJob
 
-#: The time for which a queue is left out after its broker could not be reached: the longest pause of a loop after a failed
-#: pass. The pass then tries the queue again, because a pass may last much longer than the outage.
+#: The time for which a queue is left out after its broker could not be reached: the longest pause
+#: of a loop after a failed pass. The pass then tries the queue again, because a pass may last much
+#: longer than the outage.
 UNREACHABLE_SECONDS = 10
 
 #: By database: the number of jobs of the next batch, after a batch that failed or took too long.
@@ -33,7 +35,8 @@ _sizes: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class EnqueuePass:
-    """The counts of one pass: jobs that were handed over, that were refused and will be retried, and that failed."""
+    """The counts of one pass: jobs that were handed over, that were refused and will be retried,
+    and that failed."""
 
     handed_over: int = 0
     refused: int = 0
@@ -42,7 +45,8 @@ class EnqueuePass:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The waiting jobs: the age of the oldest due job in seconds (0.0 without one), and the numbers of due and failed jobs."""
+    """The waiting jobs: the age of the oldest due job in seconds (0.0 without one), and the numbers
+    of due and failed jobs."""
 
     oldest_seconds: float
     depth: int
@@ -51,7 +55,8 @@ class Backlog:
 
 @dataclass(slots=True)
 class _Pass:
-    """The state of a pass: its counts, the marks of the queues whose broker could not be reached, and what it has logged."""
+    """The state of a pass: its counts, the marks of the queues whose broker could not be reached,
+    and what it has logged."""
 
     counts: Counter[str] = field(default_factory=Counter)
     unreachable: dict[str, BrokerUnavailable] = field(default_factory=dict)
@@ -67,11 +72,16 @@ class _Pass:
         self._changed = True
 
     def left_out(self) -> list[str]:
-        """Remove the expired marks and return the queues of the others. After a batch that set a mark, none is removed:
-        otherwise many slow brokers could take all the time in turn, and a pass without other jobs might not end."""
+        """Remove the expired marks and return the queues of the others. After a batch that set a
+        mark, none is removed: otherwise many slow brokers could take all the time in turn, and a
+        pass without other jobs might not end."""
         if not self._changed:
             now = time.monotonic()
-            self.unreachable = {queue: error for queue, error in self.unreachable.items() if self._until[queue] > now}
+            self.unreachable = {
+                queue: error
+                for queue, error in self.unreachable.items()
+                if self._until[queue] > now
+            }
         self._changed = False
         return list(self.unreachable)
 
@@ -82,36 +92,48 @@ class _Pass:
 
 
 def backlog(*, using: str | None = None) -> Backlog:
-    """Measure the waiting jobs by the clock of the database, for metrics and health checks. Nothing is written.
+    """Measure the waiting jobs by the clock of the database, for metrics and health checks. Nothing
+    is written.
 
-    The age of a job counts from its ``run_at``. If this age exceeds the time of a few passes, either no enqueuer runs, or a
-    broker is unavailable.
+    The age of a job counts from its ``run_at``. If this age exceeds the time of a few passes,
+    either no enqueuer runs, or a broker is unavailable.
     """
     counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(
         oldest=Max(Now() - F("run_at"), filter=DUE),
         depth=Count("pk", filter=DUE),
         failed=Count("pk", filter=Q(failed_at__isnull=False)),
     )
-    return Backlog(max(0.0, (counts["oldest"] or timedelta()).total_seconds()), counts["depth"], counts["failed"])
+    return Backlog(
+        max(0.0, (counts["oldest"] or timedelta()).total_seconds()),
+        counts["depth"],
+        counts["failed"],
+    )
 
 
 def enqueue_once(
-    *, batch_size: int = 1000, dry_run: bool = False, using: str | None = None, stop: Callable[[], bool] = lambda: False
+    *,
+    batch_size: int = 1000,
+    dry_run: bool = False,
+    using: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> EnqueuePass:
-    """Hand over all jobs that are due, each batch in its own transaction. Several enqueuers may run concurrently.
+    """Hand over all jobs that are due, each batch in its own transaction. Several enqueuers may run
+    concurrently.
 
-    A job that the broker took is deleted. A refused job stays with its error, and is due again after a wait that grows. After
-    MAX_ATTEMPTS refusals it has failed.
+    A job that the broker took is deleted. A refused job stays with its error, and is due again
+    after a wait that grows. After MAX_ATTEMPTS refusals it has failed.
 
-    - ``batch_size``: the number of jobs of one transaction. After a transaction that failed or took too long, the number is
-      lower for a while.
+    - ``batch_size``: the number of jobs of one transaction. After a transaction that failed or took
+      too long, the number is lower for a while.
     - ``dry_run``: only count the jobs that are due.
     - ``stop``: called before each batch; True ends the pass.
 
-    A queue whose broker could not be reached is left out for UNREACHABLE_SECONDS, then offered again in the same pass.
-    Raises BrokerUnavailable at the end of the pass if a queue is still left out then. The jobs of the other queues were handed
-    over before.
-    Raises NotReplicated if the standbys do not confirm the jobs of a batch, which stay as they are (CONFIRM_REPLICATED).
+    A queue whose broker could not be reached is left out for UNREACHABLE_SECONDS, then offered
+    again in the same pass.
+    Raises BrokerUnavailable at the end of the pass if a queue is still left out then. The jobs of
+    the other queues were handed over before.
+    Raises NotReplicated if the standbys do not confirm the jobs of a batch, which stay as they are
+    (CONFIRM_REPLICATED).
     """
     alias = using or router.db_for_write(StagedJob)
     if dry_run:
@@ -121,9 +143,12 @@ def enqueue_once(
     while not stop() and _move_batch(alias, batch_size, state):
         pass
     if state.unreachable:
-        queues = "; ".join(f"queue {queue!r}: {error}" for queue, error in state.unreachable.items())
+        queues = "; ".join(
+            f"queue {queue!r}: {error}" for queue, error in state.unreachable.items()
+        )
         raise BrokerUnavailable(
-            f"{state.counts['handed_over']} jobs were handed over; no attempt was counted for the others. {queues}"
+            f"{state.counts['handed_over']} jobs were handed over; no attempt was counted for the"
+            f" others. {queues}"
         )
     return EnqueuePass(**state.counts)
 
@@ -139,10 +164,13 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
             _read(batch, size, state)
             if not batch.jobs:
                 return False
-            state.log_marks()  # If no job is left, the exception at the end of the pass reports them.
+            # If no job is left, the exception at the end of the pass reports them.
+            state.log_marks()
             replication.confirm(alias)
             _hand_over(batch, state)
-            outcomes = [(job, batch.results[job.pk]) for job in batch.jobs if job.pk in batch.results]
+            outcomes = [
+                (job, batch.results[job.pk]) for job in batch.jobs if job.pk in batch.results
+            ]
             written = write(alias, outcomes, batch.deadline, state.log)
     except NotReplicated:
         raise
@@ -167,7 +195,8 @@ def _read(batch: Batch, size: int, state: _Pass) -> None:
 
 
 def _hand_over(batch: Batch, state: _Pass) -> None:
-    """Hand the jobs over, queue by queue, until the time of the batch is up. Jobs without a result stay due."""
+    """Hand the jobs over, queue by queue, until the time of the batch is up. Jobs without a result
+    stay due."""
     by_queue: dict[str, list[StagedJob]] = defaultdict(list)
     for job in batch.jobs:
         if was_handed_over(job):

@@ -40,8 +40,8 @@ class StuckCode(StrEnum):
     BODY_NOT_KEPT = "body_not_kept"
 
 
-#: The codes of requests that the completer cannot run, but a retry of the client may: the retry claims the key, which clears
-#: the mark.
+#: The codes of requests that the completer cannot run, but a retry of the client may: the retry
+#: claims the key, which clears the mark.
 OPEN_TO_RETRIES = (
     StuckCode.UNKNOWN_RECOVERY_POINT,
     StuckCode.REFUSED_WHEN_REBUILT,
@@ -59,43 +59,43 @@ class IdempotencyError(Exception):
 
 
 class LockLost(IdempotencyError):
-    """Another claim took over this key during this run, and this phase was rolled back. No action is needed: the decorator
-    returns the other run's response."""
+    """Another claim took over this key during this run, and this phase was rolled back. No action
+    is needed: the decorator returns the other run's response."""
 
 
 class PhaseDidNotAdvance(IdempotencyError):
-    """This phase ended without set_recovery_point(), set_response() or no_op(), and was rolled back. End every atomic_phase
-    block with one of the three."""
+    """This phase ended without set_recovery_point(), set_response() or no_op(), and was rolled
+    back. End every atomic_phase block with one of the three."""
 
 
 class UnknownRecoveryPoint(IdempotencyError):
-    """This recovery point is not declared in @idempotent(recovery_points=[...]), or it is not after the current one. Declare
-    the points in the order in which the phases commit them."""
+    """This recovery point is not declared in @idempotent(recovery_points=[...]), or it is not after
+    the current one. Declare the points in the order in which the phases commit them."""
 
 
 class ResponseNotCommitted(IdempotencyError):
-    """A phased view returned a response that no phase stored, so a retry could not get it. Store it with
-    phase.set_response(response) and return key.response()."""
+    """A phased view returned a response that no phase stored, so a retry could not get it. Store it
+    with phase.set_response(response) and return key.response()."""
 
 
 class ResponseNotStorable(IdempotencyError):
-    """A response with a status that is never stored was passed to set_response(). Return it outside the phase: the key is
-    released, and a retry continues from the last recovery point."""
+    """A response with a status that is never stored was passed to set_response(). Return it outside
+    the phase: the key is released, and a retry continues from the last recovery point."""
 
 
 class NoOpenTransaction(IdempotencyError):
-    """A job was staged outside a transaction, so the job and its work could not commit together. Call stage_job() in an
-    atomic_phase, in a plain @idempotent view, or in transaction.atomic()."""
+    """A job was staged outside a transaction, so the job and its work could not commit together.
+    Call stage_job() in an atomic_phase, in a plain @idempotent view, or in transaction.atomic()."""
 
 
 class JobNotAllowed(IdempotencyError, ValueError):
-    """The name of the job does not refer to a function or task that may run. Correct the name, or add the function's module
-    to IDEMPOTENCY["JOB_MODULES"]. A Celery task must be registered."""
+    """The name of the job does not refer to a function or task that may run. Correct the name, or
+    add the function's module to IDEMPOTENCY["JOB_MODULES"]. A Celery task must be registered."""
 
 
 class MessageInProgress(IdempotencyError):
-    """Another delivery of this message is being processed. Refuse this delivery, so that it is delivered again. A webhook view
-    responds with 503."""
+    """Another delivery of this message is being processed. Refuse this delivery, so that it is
+    delivered again. A webhook view responds with 503."""
 
 
 class InProgress(IdempotencyError):
@@ -112,8 +112,9 @@ class KeyReused(IdempotencyError):
 
 
 class InterventionRequired(IdempotencyError):
-    """The key is stuck, and requires manual intervention. Keep the key: after the intervention, a retry with it gets the
-    answer. A view raises KeyStuck, not this exception, to give up its own key."""
+    """The key is stuck, and requires manual intervention. Keep the key: after the intervention, a
+    retry with it gets the answer. A view raises KeyStuck, not this exception, to give up its own
+    key."""
 
     def __init__(self, message: str = "", *, stuck_code: str = "") -> None:
         super().__init__(message)
@@ -121,33 +122,34 @@ class InterventionRequired(IdempotencyError):
 
 
 class Unavailable(IdempotencyError, OperationalError):
-    """The work cannot run or be confirmed now. Nothing that was committed is repeated. Retry later, with the same key. The
-    attribute ``code`` names the cause."""
+    """The work cannot run or be confirmed now. Nothing that was committed is repeated. Retry later,
+    with the same key. The attribute ``code`` names the cause."""
 
     def __init__(self, message: str = "", *, code: str = "database_unavailable") -> None:
         super().__init__(message)
-        #: "database_unavailable", "time_limit_exceeded", "not_replicated", "unknown_recovery_point", or "conflict" if each
-        #: attempt had a serialization failure.
+        #: "database_unavailable", "time_limit_exceeded", "not_replicated",
+        #: "unknown_recovery_point", or "conflict" if each attempt had a serialization failure.
         self.code = code
 
 
 class NotReplicated(Unavailable):
-    """A synchronous standby has not confirmed a commit, which a failover could lose (setting CONFIRM_REPLICATED). Retry later:
-    the retry first waits until a standby has confirmed the commit. The log and ``idempotency_doctor`` name the cause."""
+    """A synchronous standby has not confirmed a commit, which a failover could lose (setting
+    CONFIRM_REPLICATED). Retry later: the retry first waits until a standby has confirmed the
+    commit. The log and ``idempotency_doctor`` name the cause."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message, code="not_replicated")
 
 
 class CallNotRecorded(IdempotencyError):
-    """A block of key.call(name, at_most_once=True) ended without call.record(), so a retry could not know its result. End
-    the block with call.record(result). If the call took no effect, use call.retryable() and end no phase after it: a retry
-    then calls again."""
+    """A block of key.call(name, at_most_once=True) ended without call.record(), so a retry could
+    not know its result. End the block with call.record(result). If the call took no effect, use
+    call.retryable() and end no phase after it: a retry then calls again."""
 
 
 class KeyStuck(IdempotencyError):
-    """This request requires manual intervention. A phased view may raise KeyStuck("why"), or a subclass with its own
-    ``code``: the key becomes stuck, and the client gets 409 ``key_stuck``."""
+    """This request requires manual intervention. A phased view may raise KeyStuck("why"), or a
+    subclass with its own ``code``: the key becomes stuck, and the client gets 409 ``key_stuck``."""
 
     #: A short, stable code for filters and alerts.
     code: str = StuckCode.VIEW_GAVE_UP
@@ -157,26 +159,29 @@ class KeyStuck(IdempotencyError):
 
     @cached_property
     def reason(self) -> str:
-        """The reason that the admin shows. A subclass may override it, and need not call ``__init__``."""
+        """The reason that the admin shows. A subclass may override it, and need not call
+        ``__init__``."""
         return str(self)
 
 
 class TransactionEnded(KeyStuck):
-    """The view has ended the transaction of a phase with COMMIT or ROLLBACK. Its writes may be committed, and another run
-    could repeat them. Check them, then answer the key in the admin. In the view, use transaction.atomic() instead."""
+    """The view has ended the transaction of a phase with COMMIT or ROLLBACK. Its writes may be
+    committed, and another run could repeat them. Check them, then answer the key in the admin. In
+    the view, use transaction.atomic() instead."""
 
     code = StuckCode.TRANSACTION_ENDED
 
 
 class DownstreamKeyExpired(KeyStuck):
-    """The key for the downstream service has expired there, so another call could repeat the work. Check that service for the
-    result, then answer the key in the admin."""
+    """The key for the downstream service has expired there, so another call could repeat the work.
+    Check that service for the result, then answer the key in the admin."""
 
     code = StuckCode.DOWNSTREAM_KEY_EXPIRED
 
 
 class CallInDoubt(KeyStuck):
-    """A call to a service without idempotency keys was begun, and its result was never recorded. Another call could repeat
-    the work. Check that service for the result, then answer the key in the admin."""
+    """A call to a service without idempotency keys was begun, and its result was never recorded.
+    Another call could repeat the work. Check that service for the result, then answer the key in
+    the admin."""
 
     code = StuckCode.CALL_IN_DOUBT

@@ -1,14 +1,23 @@
 """The inbox: a message that is delivered twice takes effect once.
 
-The row that marks the message as processed commits together with the effects. After a failure there is no row, so the next
-delivery repeats the work.
+The row that marks the message as processed commits together with the effects. After a failure there
+is no row, so the next delivery repeats the work.
 """
 
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 
-from django.db import DatabaseError, Error, InterfaceError, InternalError, OperationalError, connections, router, transaction
+from django.db import (
+    DatabaseError,
+    Error,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    connections,
+    router,
+    transaction,
+)
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
@@ -22,7 +31,8 @@ from idempotency._engine.transactions import MARKER, refuse_without_autocommit
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 
-#: The time for which a delivery waits for another one of the same message. Senders of webhooks wait longer.
+#: The time for which a delivery waits for another one of the same message. Senders of webhooks wait
+#: longer.
 WAIT_SECONDS = 5
 
 #: The source of the messages of staged jobs, for each broker.
@@ -35,32 +45,43 @@ _BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection writes
 #: Blocks in one transaction share its marker.
 _SET_MARKER = f"set_config('idempotency.transaction', COALESCE(NULLIF({MARKER}, ''), %s), true)"
 
-_INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO NOTHING"
+_INSERT = (
+    "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO"
+    " NOTHING"
+)
 
 
 @either_context(holds_transaction=True)
 def process_once(source: str, message_id: str, *, using: str | None = None) -> Iterator[bool]:
-    """Open a transaction for one delivery of a message. The variable of the block is True for the first delivery, and False if
-    the message took effect before.
+    """Open a transaction for one delivery of a message. The variable of the block is True for the
+    first delivery, and False if the message took effect before.
 
-    The argument ``source`` names the sender ("stripe"), at most 100 characters. The argument ``message_id`` is the id that
-    the sender gave to the message, at most 255 characters.
-    At the end of the block the row and the writes of the block are committed. If the block raises, they are rolled back. In
-    an outer transaction the block is a savepoint and commits with the outer one. A second delivery waits up to 5 seconds for
-    the first, or up to a lower time limit of the role; on SQLite, up to the ``timeout`` of the connection.
+    The argument ``source`` names the sender ("stripe"), at most 100 characters. The argument
+    ``message_id`` is the id that the sender gave to the message, at most 255 characters. At the end
+    of the block the row and the writes of the block are committed. If the block raises, they are
+    rolled back. In an outer transaction the block is a savepoint and commits with the outer one. A
+    second delivery waits up to 5 seconds for the first, or up to a lower time limit of the role; on
+    SQLite, up to the ``timeout`` of the connection.
     Raises MessageInProgress after that wait. Refuse the delivery, so that it is repeated.
-    Raises NotReplicated if the standbys do not confirm the effect of an earlier delivery or of this block (CONFIRM_REPLICATED).
-    Raises TransactionManagementError if the block caught an error that broke the transaction, or ended it by COMMIT or
-    ROLLBACK.
+    Raises NotReplicated if the standbys do not confirm the effect of an earlier delivery or of this
+    block (CONFIRM_REPLICATED).
+    Raises TransactionManagementError if the block caught an error that broke the transaction, or
+    ended it by COMMIT or ROLLBACK.
     Raises RuntimeError if autocommit is off.
     Raises ValueError if the source or the id cannot be stored.
     """
     columns = ProcessedMessage._meta
-    widths = (columns.get_field("source").max_length or 0, columns.get_field("message_id").max_length or 0)
-    for name, value, width in zip(("source", "message_id"), (source, message_id), widths, strict=True):
+    widths = (
+        columns.get_field("source").max_length or 0,
+        columns.get_field("message_id").max_length or 0,
+    )
+    for name, value, width in zip(
+        ("source", "message_id"), (source, message_id), widths, strict=True
+    ):
         if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
             raise ValueError(
-                f"The {name} of a message must be a string of 1 to {width} characters without NUL, not {_described(value)}."
+                f"The {name} of a message must be a string of 1 to {width} characters without NUL,"
+                f" not {_described(value)}."
             )
     alias = using or router.db_for_write(ProcessedMessage)
     refuse_without_autocommit(alias)
@@ -77,7 +98,8 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         if not first:
             replication.confirm(alias)
         elif not own and conf.get().CONFIRM_REPLICATED:
-            # A callback of this app: backends._callbacks() does not count it. The code that commits gets its exception.
+            # A callback of this app: backends._callbacks() does not count it. The code that commits
+            # gets its exception.
             transaction.on_commit(lambda: replication.confirm(alias), using=alias)
         yield first
         if first:
@@ -86,7 +108,9 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
 
 def _described(value: object) -> str:
     """Describe an invalid value without quoting it: it may be the message itself."""
-    return f"one of {len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"
+    return (
+        f"one of {len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"
+    )
 
 
 def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:
@@ -95,15 +119,19 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
     Raises NotReplicated if the standbys do not confirm them (CONFIRM_REPLICATED).
     """
     alias = using or router.db_for_write(ProcessedMessage)
-    messages = ProcessedMessage.objects.using(alias).filter(source=source, message_id__in=message_ids)
+    messages = ProcessedMessage.objects.using(alias).filter(
+        source=source, message_id__in=message_ids
+    )
     if found := set(messages.values_list("message_id", flat=True)):
         replication.confirm(alias)
     return found
 
 
 def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> None:
-    """Raise if the transaction is broken or another one. Otherwise its rollback would pass silently."""
-    sql = f"SELECT {MARKER}" if connection.vendor == "postgresql" else "SELECT ''"  # SQLite has no settings.
+    """Raise if the transaction is broken or another one. Otherwise its rollback would pass
+    silently."""
+    # SQLite has no settings.
+    sql = f"SELECT {MARKER}" if connection.vendor == "postgresql" else "SELECT ''"
     try:
         with connection.cursor() as cursor:
             cursor.execute(sql)
@@ -112,31 +140,41 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> 
         raise
     except DatabaseError as error:
         raise TransactionManagementError(
-            "The block caught an error that broke its transaction, so all its writes were rolled back. Put the statement "
-            "whose error the block catches into a separate transaction.atomic(), and do not close the connection."
+            "The block caught an error that broke its transaction, so all its writes were rolled"
+            " back. Put the statement whose error the block catches into a separate"
+            " transaction.atomic(), and do not close the connection."
         ) from error
     if still != marker or has_ended(connection):
         raise TransactionManagementError(
-            "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of the message may not agree. "
-            "Use transaction.atomic() and transaction.set_rollback()."
+            "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of"
+            " the message may not agree. Use transaction.atomic() and transaction.set_rollback()."
         )
 
 
-def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, idle_limit: bool) -> tuple[bool, str]:
-    """Insert the row, after waiting for a concurrent insert. Return whether it is new, and the marker of the transaction. With
-    ``idle_limit`` the database ends the transaction after INBOX_IDLE_SECONDS without a statement. Otherwise a process that
-    hangs would hold the message without end."""
+def _insert(
+    connection: BaseDatabaseWrapper, source: str, message_id: str, *, idle_limit: bool
+) -> tuple[bool, str]:
+    """Insert the row, after waiting for a concurrent insert. Return whether it is new, and the
+    marker of the transaction. With ``idle_limit`` the database ends the transaction after
+    INBOX_IDLE_SECONDS without a statement. Otherwise a process that hangs would hold the message
+    without end."""
     bounded = connection.vendor == "postgresql"
     with own_cursor(connection.alias) as cursor:
         if bounded:
             before = limit_waits(cursor, connection, f"{WAIT_SECONDS}s")
-        cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
+        cursor.execute(
+            _INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)),
+            [source, message_id],
+        )
         first = changed_rows(cursor) == 1
         marker = ""
         if bounded:
             # The statements of the block keep the caller's limit.
             idle = f", {lowered(IDLE, f'{conf.get().INBOX_IDLE_SECONDS}s')}" if idle_limit else ""
-            cursor.execute(f"SELECT {_SET_MARKER}, set_config('{LOCK}', %s, true){idle}", [uuid.uuid4().hex, before])
+            cursor.execute(
+                f"SELECT {_SET_MARKER}, set_config('{LOCK}', %s, true){idle}",
+                [uuid.uuid4().hex, before],
+            )
             marker = cursor.fetchone()[0]
             limit_waits_on_workers(cursor, connection, before)
     return first, marker

@@ -1,14 +1,17 @@
-"""Manual interventions: actions of an operator on unfinished keys and on failed jobs, for the admin and shells.
+"""Manual interventions: actions of an operator on unfinished keys and on failed jobs, for the admin
+and shells.
 
-The functions ``release_lock``, ``hand_back``, ``answer`` and ``acknowledge`` change a key with one conditional UPDATE, which
-also writes the history. Of two operators who act at once, one succeeds. Common arguments:
+The functions ``release_lock``, ``hand_back``, ``answer`` and ``acknowledge`` change a key with one
+conditional UPDATE, which also writes the history. Of two operators who act at once, one succeeds.
+Common arguments:
 
-- ``seen``: the ``claim_token`` that the operator saw. If a run has claimed the key since, nothing changes.
-- ``at``: the recovery point that the operator saw. If a run has committed a phase since, nothing changes. With None, the
-  recovery point is not compared.
+- ``seen``: the ``claim_token`` that the operator saw. If a run has claimed the key since, nothing
+  changes.
+- ``at``: the recovery point that the operator saw. If a run has committed a phase since, nothing
+  changes. With None, the recovery point is not compared.
 - ``by``: the name of the operator, for the history.
-- ``note``: the finding of the operator, or the number of a ticket, for the history, which keeps the first line. The event,
-  with the name and the note, is cut at 300 characters.
+- ``note``: the finding of the operator, or the number of a ticket, for the history, which keeps the
+  first line. The event, with the name and the note, is cut at 300 characters.
 """
 
 import uuid
@@ -33,36 +36,59 @@ from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 
 
 def release_lock(
-    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+    pk: int,
+    seen: uuid.UUID | None,
+    *,
+    by: str,
+    at: str | None = None,
+    note: str = "",
+    using: str | None = None,
 ) -> bool:
     """Release the lock of a running key; return whether this call did it.
 
-    On return the key is unlocked at its last recovery point. A retry of the client continues there at once; the completer
-    does so when the key is old and idle enough. The former run can commit nothing more for the key, but its calls to other
-    services continue. The lock thus ends as if it had expired early.
+    On return the key is unlocked at its last recovery point. A retry of the client continues there
+    at once; the completer does so when the key is old and idle enough. The former run can commit
+    nothing more for the key, but its calls to other services continue. The lock thus ends as if it
+    had expired early.
     """
     return settlement.release_lock(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def hand_back(
-    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+    pk: int,
+    seen: uuid.UUID | None,
+    *,
+    by: str,
+    at: str | None = None,
+    note: str = "",
+    using: str | None = None,
 ) -> bool:
-    """Hand a key back to the completer and reset its count of completer attempts; return whether this call did it.
+    """Hand a key back to the completer and reset its count of completer attempts; return whether
+    this call did it.
 
-    On return the key is due and neither locked nor stuck, and its retention counts from this time. Nothing changes if a run
-    holds the key, if it is finished or refused, or if its ``on_abandon`` was begun. A key whose ``on_abandon`` was begun can
-    only be answered, because ``on_abandon`` may have undone its work.
+    On return the key is due and neither locked nor stuck, and its retention counts from this time.
+    Nothing changes if a run holds the key, if it is finished or refused, or if its ``on_abandon``
+    was begun. A key whose ``on_abandon`` was begun can only be answered, because ``on_abandon`` may
+    have undone its work.
     """
     return settlement.hand_back(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def complete_now(
-    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+    pk: int,
+    seen: uuid.UUID | None,
+    *,
+    by: str,
+    at: str | None = None,
+    note: str = "",
+    using: str | None = None,
 ) -> str | None:
-    """Hand a key back as ``hand_back`` does, and run it in this process; return the result of ``complete_key``.
+    """Hand a key back as ``hand_back`` does, and run it in this process; return the result of
+    ``complete_key``.
 
-    Return "handed back" if another run claimed the key first. Return None, without any change, if the key could not be handed
-    back. If this process dies, the completer runs the key. The call lasts as long as the view.
+    Return "handed back" if another run claimed the key first. Return None, without any change, if
+    the key could not be handed back. If this process dies, the completer runs the key. The call
+    lasts as long as the view.
     Raises RuntimeError in a transaction.
     """
     refuse_outer_transaction(_alias(using))
@@ -74,7 +100,8 @@ def complete_now(
 
 
 def calls_of(pk: int, *, using: str | None = None) -> str:
-    """Return a text that changes with each ``key.call()`` of the key, and with each recorded result, for ``answer``."""
+    """Return a text that changes with each ``key.call()`` of the key, and with each recorded
+    result, for ``answer``."""
     return settlement.calls_of(pk, using=_alias(using))
 
 
@@ -89,12 +116,14 @@ def answer(
     note: str = "",
     using: str | None = None,
 ) -> bool:
-    """Finish an unlocked key, stuck or not, with the response of the operator; return whether this call did it.
+    """Finish an unlocked key, stuck or not, with the response of the operator; return whether this
+    call did it.
 
-    On return each retry of the client gets ``response``. Work that is committed, in this database or elsewhere, is not
-    changed. The argument ``calls`` is the former result of ``calls_of``: nothing changes if a call was begun or recorded
-    since.
-    Raises NotReplicated if the answer is stored, but the standbys do not confirm it (CONFIRM_REPLICATED).
+    On return each retry of the client gets ``response``. Work that is committed, in this database
+    or elsewhere, is not changed. The argument ``calls`` is the former result of ``calls_of``:
+    nothing changes if a call was begun or recorded since.
+    Raises NotReplicated if the answer is stored, but the standbys do not confirm it
+    (CONFIRM_REPLICATED).
     Raises ValueError for a response that ``answer_problem`` rejects.
     """
     alias, stored = _alias(using), adapter_of(HTTP).answer(response)
@@ -105,7 +134,8 @@ def answer(
 
 
 def answer_problem(response: HttpResponse) -> str:
-    """Return why ``response`` cannot finish a key, or an empty string. Clients stop retrying only after a stored 2xx or 4xx."""
+    """Return why ``response`` cannot finish a key, or an empty string. Clients stop retrying only
+    after a stored 2xx or 4xx."""
     try:
         adapter_of(HTTP).answer(response)
     except ValueError as error:
@@ -114,26 +144,35 @@ def answer_problem(response: HttpResponse) -> str:
 
 
 def acknowledge(
-    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+    pk: int,
+    seen: uuid.UUID | None,
+    *,
+    by: str,
+    at: str | None = None,
+    note: str = "",
+    using: str | None = None,
 ) -> bool:
-    """Remove a stuck key from the list of keys that require intervention; return whether this call did it.
+    """Remove a stuck key from the list of keys that require intervention; return whether this call
+    did it.
 
-    On return the key is still stuck and has no response. Retries and the completer treat it as before, and the reaper does not
-    delete it. The key is in ``QuerySet.acknowledged()``. If it becomes stuck again, it is back on the list.
+    On return the key is still stuck and has no response. Retries and the completer treat it as
+    before, and the reaper does not delete it. The key is in ``QuerySet.acknowledged()``. If it
+    becomes stuck again, it is back on the list.
     """
     return settlement.acknowledge(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:
-    """Make failed jobs due again, with new counts of hand-overs and refusals; return their number. None means all."""
+    """Make failed jobs due again, with new counts of hand-overs and refusals; return their number.
+    None means all."""
     return _failed(ids, using).update(failed_at=None, hand_overs=0, refusals=0, run_at=Now())
 
 
 def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:
     """Delete failed jobs; return their number. None means all.
 
-    On return the inbox has their ids, so they never run, even if a queue still has a message for them. A job that is running
-    now is kept.
+    On return the inbox has their ids, so they never run, even if a queue still has a message for
+    them. A job that is running now is kept.
     """
     alias, discarded = using or router.db_for_write(StagedJob), 0
     for pk in list(_failed(ids, alias).values_list("pk", flat=True)):
@@ -146,9 +185,11 @@ def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None 
 
 
 def forget_hook_errors(ids: Collection[str] | None = None, *, using: str | None = None) -> int:
-    """Remove jobs from the list of those whose on_commit hooks raised; return their number. None means all.
+    """Remove jobs from the list of those whose on_commit hooks raised; return their number. None
+    means all.
 
-    The ids are those of the jobs or Celery tasks. On return the inbox still has the jobs, without the errors.
+    The ids are those of the jobs or Celery tasks. On return the inbox still has the jobs, without
+    the errors.
     """
     messages = ProcessedMessage.objects.using(using or router.db_for_write(ProcessedMessage))
     failed = messages.filter(HOOKS_FAILED, source=STAGED_JOBS)
@@ -156,7 +197,9 @@ def forget_hook_errors(ids: Collection[str] | None = None, *, using: str | None 
 
 
 def _failed(ids: Collection[uuid.UUID] | None, using: str | None) -> QuerySet[StagedJob]:
-    failed = StagedJob.objects.using(using or router.db_for_write(StagedJob)).filter(failed_at__isnull=False)
+    failed = StagedJob.objects.using(using or router.db_for_write(StagedJob)).filter(
+        failed_at__isnull=False
+    )
     return failed if ids is None else failed.filter(pk__in=ids)
 
 

@@ -1,4 +1,5 @@
-"""Staged jobs (transactional outbox): a job is a row that is inserted in the transaction of its work.
+"""Staged jobs (transactional outbox): a job is a row that is inserted in the transaction of its
+work.
 
 Both commit or neither does. The enqueuer then moves the rows to the broker.
 Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
@@ -40,25 +41,29 @@ def stage_job(
     run_at: datetime | None = None,
     using: str | None = None,
 ) -> StagedJob:
-    """Insert a job in the open transaction and return it. It is handed to the broker only after COMMIT. The id of the row
-    becomes the broker's id of the job.
+    """Insert a job in the open transaction and return it. It is handed to the broker only after
+    COMMIT. The id of the row becomes the broker's id of the job.
 
     - ``name``: the dotted path of the function.
     - ``args``: JSON; a dict becomes keyword arguments, a list positional arguments.
     - ``run_at``: the job is not handed over before this time.
-    - ``using``: the database of the row. By default it is the database of the current request's key, or else the one that the
-      router chooses.
+    - ``using``: the database of the row. By default it is the database of the current request's
+      key, or else the one that the router chooses.
 
     On an exception nothing was written.
     Raises NoOpenTransaction outside a transaction.
     Raises TypeError if an argument is not JSON.
-    Raises ValueError for an invalid name, queue or time, or if the arguments are longer than MAX_JOB_BYTES.
-    Raises JobNotAllowed, a ValueError, if the queue runs functions and JOB_MODULES does not permit this function.
+    Raises ValueError for an invalid name, queue or time, or if the arguments are longer than
+    MAX_JOB_BYTES.
+    Raises JobNotAllowed, a ValueError, if the queue runs functions and JOB_MODULES does not permit
+    this function.
     """
     _refuse_path(name)
     _refuse_queue(queue)
     given: Hidden[JobArgs] = Hidden({} if args is None else args)
-    del args  # Errors are raised, and code of the project runs below: the module of the job, and receivers of signals.
+    # Errors are raised, and code of the project runs below: the module of the job, and receivers of
+    # signals.
+    del args
     if mistake := _mistake_in(name, given.value):
         raise mistake
     if run_at is not None and settings.USE_TZ and timezone.is_naive(run_at):
@@ -93,13 +98,15 @@ async def astage_job(
 
 
 def shard_of(job: StagedJob) -> str | None:
-    """Return the alias of the database that the worker must use for the inbox row of the job; None in a project with one
-    database. The router of a worker may choose another database than the router of the process that staged the job."""
+    """Return the alias of the database that the worker must use for the inbox row of the job; None
+    in a project with one database. The router of a worker may choose another database than the
+    router of the process that staged the job."""
     return job._state.db if len(list(connections)) > 1 else None
 
 
 def call_job(name: str, args: JobArgs) -> Any:
-    """Call the function or Django task of a delivered job with its arguments, and return its result.
+    """Call the function or Django task of a delivered job with its arguments, and return its
+    result.
 
     Workers call it inside ``process_once(STAGED_JOBS, job_id)``.
     Raises JobNotAllowed if JOB_MODULES does not permit the function.
@@ -116,8 +123,8 @@ def call_job(name: str, args: JobArgs) -> Any:
 def function_of(name: str) -> Callable[..., Any]:
     """Return the function of a job; for a task of Django, its function.
 
-    Raises JobNotAllowed if it cannot be imported, or if JOB_MODULES does not permit its module, which is then not imported.
-    The module that defines the function must be permitted too.
+    Raises JobNotAllowed if it cannot be imported, or if JOB_MODULES does not permit its module,
+    which is then not imported. The module that defines the function must be permitted too.
     """
     refuse_module(name, name.rpartition(".")[0])
     try:
@@ -136,28 +143,39 @@ def function_of(name: str) -> Callable[..., Any]:
 def refuse_module(name: str, module: str | None) -> None:
     """Raise JobNotAllowed unless JOB_MODULES permits the module."""
     listed = conf.get().JOB_MODULES
-    if not (_is_of_jobs(str(module)) if listed is None else any(f"{module}.".startswith(f"{root}.") for root in listed)):
+    if not (
+        _is_of_jobs(str(module))
+        if listed is None
+        else any(f"{module}.".startswith(f"{root}.") for root in listed)
+    ):
         raise JobNotAllowed(
-            f"The job {name} is in the module {module!r}, which may not run jobs. Add it to IDEMPOTENCY['JOB_MODULES'], "
-            "or move the function to a module that is listed (by default, the modules 'jobs', 'tasks' and 'operations' of "
-            "installed apps)."
+            f"The job {name} is in the module {module!r}, which may not run jobs. Add it to"
+            " IDEMPOTENCY['JOB_MODULES'], or move the function to a module that is listed (by"
+            " default, the modules 'jobs', 'tasks' and 'operations' of installed apps)."
         )
 
 
 def _is_of_jobs(module: str) -> bool:
-    """Return whether the module, or a package around it, has one of the names JOB_NAMES in an installed app."""
+    """Return whether the module, or a package around it, has one of the names JOB_NAMES in an
+    installed app."""
     if module.startswith(("django.", "idempotency.")):
         return False
-    inside = (module.removeprefix(root) for app in apps.get_app_configs() if module.startswith(root := f"{app.name}."))
+    inside = (
+        module.removeprefix(root)
+        for app in apps.get_app_configs()
+        if module.startswith(root := f"{app.name}.")
+    )
     return any(not JOB_NAMES.isdisjoint(path.split(".")) for path in inside)
 
 
 def not_allowed(jobs: Sequence[StagedJob]) -> dict[UUID, Exception]:
-    """For each job whose function may not run, map the id of the job to the error. Each name is looked up once."""
+    """For each job whose function may not run, map the id of the job to the error. Each name is
+    looked up once."""
     problems: dict[str, Exception] = {}
     for name in {job.job_name for job in jobs}:
         try:
-            # A query of the module may fail. Without a savepoint, the open transaction would be lost.
+            # A query of the module may fail. Without a savepoint, the open transaction would be
+            # lost.
             with transaction.atomic(using=jobs[0]._state.db):
                 function_of(name)
         except (JobNotAllowed, Error) as error:
@@ -182,7 +200,9 @@ def _runs_functions(queue: str) -> bool:
 def refuse_generator(name: str, result: Any) -> None:
     """Raise TypeError if a call returned a generator, because its body has not run."""
     if isgenerator(result) or isasyncgen(result):
-        raise TypeError(f"{name} is a generator function: calling it does nothing. Write it without yield.")
+        raise TypeError(
+            f"{name} is a generator function: calling it does nothing. Write it without yield."
+        )
 
 
 def _refuse_path(name: str) -> None:
@@ -190,35 +210,45 @@ def _refuse_path(name: str) -> None:
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts) or len(name) > width:
         raise ValueError(
-            f"The name of a job must be the dotted path of its function, such as 'shop.jobs.send_receipt', with at most "
-            f"{width} characters, not {name!r}."
+            "The name of a job must be the dotted path of its function, such as"
+            f" 'shop.jobs.send_receipt', with at most {width} characters, not {name!r}."
         )
 
 
 def _refuse_queue(queue: str) -> None:
     width = StagedJob._meta.get_field("queue").max_length or 0
     if not isinstance(queue, str) or not 0 < len(queue) <= width or "\0" in queue:
-        raise ValueError(f"The name of a queue must be a string of 1 to {width} characters, not {queue!r}.")
+        raise ValueError(
+            f"The name of a queue must be a string of 1 to {width} characters, not {queue!r}."
+        )
 
 
 def _mistake_in(name: str, args: JobArgs) -> TypeError | ValueError | None:
     """Return the error of arguments that cannot be stored."""
     if not isinstance(args, dict | list):
         return TypeError(
-            f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}."
+            f"The arguments of {name} must be a dict (by name) or a list (by position), not"
+            f" {type(args).__name__}."
         )
     size, most = 0, conf.get().MAX_JOB_BYTES
-    arguments: Iterable[tuple[Any, Any]] = args.items() if isinstance(args, dict) else enumerate(args)
+    arguments: Iterable[tuple[Any, Any]] = (
+        args.items() if isinstance(args, dict) else enumerate(args)
+    )
     for argument, value in arguments:
         if isinstance(args, dict) and not isinstance(argument, str):
-            return TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments must be strings.")
+            return TypeError(
+                f"An argument of {name} is named {argument!r}: the names of keyword arguments must"
+                " be strings."
+            )
         try:
             size += refuse_unstorable_json([argument, value])
         except (TypeError, ValueError, RecursionError) as error:
-            return TypeError(f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids.")
+            return TypeError(
+                f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids."
+            )
     if size <= most:
         return None
     return ValueError(
-        f"The arguments of {name} have {size} bytes as JSON, and a job may have {most}. Store the data in a table or a file, "
-        "and pass its id. Or raise IDEMPOTENCY['MAX_JOB_BYTES']."
+        f"The arguments of {name} have {size} bytes as JSON, and a job may have {most}. Store the"
+        " data in a table or a file, and pass its id. Or raise IDEMPOTENCY['MAX_JOB_BYTES']."
     )

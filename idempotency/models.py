@@ -1,7 +1,9 @@
-"""The tables. The state machine of a key is held by CHECK constraints, so that no code can break it.
+"""The tables. The state machine of a key is held by CHECK constraints, so that no code can break
+it.
 
-Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of ``idempotency_keys`` and
-``staged_jobs``). This app adds a scope, a fence, a fingerprint and a history.
+Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of
+``idempotency_keys`` and ``staged_jobs``). This app adds a scope, a fence, a fingerprint and a
+history.
 """
 
 import hashlib
@@ -28,7 +30,8 @@ from idempotency._states import UNFINISHED, IdempotencyKeyQuerySet
 #: The first and the last recovery point of every key.
 STARTED = "started"
 FINISHED = "finished"
-#: The scope of an expired key whose value is used again begins with this prefix. No scope function may return such a scope.
+#: The scope of an expired key whose value is used again begins with this prefix. No scope function
+#: may return such a scope.
 RETIRED_SCOPE = "expired:"
 
 
@@ -45,24 +48,30 @@ def default_lease_seconds() -> int:
 class IdempotencyKey(models.Model):
     """A request that runs once: its parameters, its lock, its recovery point, its stored response.
 
-    All times come from the clock of the database. The statements of ``idempotency._engine`` insert and update the rows, with
-    two exceptions: a key is marked after a failover has lost the intent of a call, and the completer postpones a key
-    with an unknown recovery point. The reaper deletes rows.
+    All times come from the clock of the database. The statements of ``idempotency._engine`` insert
+    and update the rows, with two exceptions: a key is marked after a failover has lost the intent
+    of a call, and the completer postpones a key with an unknown recovery point. The reaper deletes
+    rows.
     """
 
-    # PostgreSQL leaves the beginning of a row out of the WAL if an update does not change it. The columns that no run changes
-    # come first, so that the WAL of a request contains its body once.
+    # PostgreSQL leaves the beginning of a row out of the WAL if an update does not change it. The
+    # columns that no run changes come first, so that the WAL of a request contains its body once.
     scope = models.CharField(
         _("scope"),
         max_length=200,
-        help_text=_("The user, session or account that the key belongs to. Keys of other scopes are not visible."),
+        help_text=_(
+            "The user, session or account that the key belongs to. Keys of other scopes are not"
+            " visible."
+        ),
     )
-    idempotency_key = models.CharField(_("idempotency key"), max_length=255, help_text=_("The value that the client sent."))
+    idempotency_key = models.CharField(
+        _("idempotency key"), max_length=255, help_text=_("The value that the client sent.")
+    )
     user = models.ForeignKey(
         settings.AUTH_USER_MODEL,
         verbose_name=_("user"),
-        # A constraint would make each claim wait for a transaction that locks the user's row FOR UPDATE. It would also prevent
-        # the deletion of the user.
+        # A constraint would make each claim wait for a transaction that locks the user's row FOR
+        # UPDATE. It would also prevent the deletion of the user.
         db_constraint=False,
         db_index=False,
         null=True,
@@ -72,26 +81,38 @@ class IdempotencyKey(models.Model):
     )
     created_at = models.DateTimeField(_("created at"), db_default=Now())
     request_method = models.CharField(_("request method"), max_length=20)
-    request_path = models.TextField(_("request path"), help_text=_("Path and query, percent-encoded."))
+    request_path = models.TextField(
+        _("request path"), help_text=_("Path and query, percent-encoded.")
+    )
     request_content_type = models.TextField(_("request content type"), blank=True, default="")
     remote_addr = models.CharField(_("remote address"), max_length=45, blank=True, default="")
     request_fingerprint = models.CharField(_("request fingerprint"), max_length=80)
     request_headers = models.JSONField(_("request headers"), default=dict, blank=True)
-    request_body = models.BinaryField(_("request body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
+    request_body = models.BinaryField(
+        _("request body"), null=True, blank=True, help_text=_("Null: the body was not stored.")
+    )
     traceparent = models.CharField(
-        _("traceparent"), max_length=55, null=True, blank=True, help_text=_("The W3C trace context of the request.")
+        _("traceparent"),
+        max_length=55,
+        null=True,
+        blank=True,
+        help_text=_("The W3C trace context of the request."),
     )
     seed = models.BinaryField(_("seed"), default=random_seed)
     retention_hours = models.PositiveIntegerField(
         _("retention in hours"),
         null=True,
         blank=True,
-        help_text=_("The time for which the key is kept after it is finished or refused. Null: forever."),
+        help_text=_(
+            "The time for which the key is kept after it is finished or refused. Null: forever."
+        ),
     )
     lease_seconds = models.PositiveIntegerField(
         _("lease in seconds"),
         default=default_lease_seconds,
-        help_text=_("Lock timeout: the time for which a run holds the key without renewing the lock."),
+        help_text=_(
+            "Lock timeout: the time for which a run holds the key without renewing the lock."
+        ),
     )
 
     acknowledged_at = models.DateTimeField(
@@ -99,17 +120,24 @@ class IdempotencyKey(models.Model):
         null=True,
         blank=True,
         help_text=_(
-            "Time at which a person acknowledged the stuck key. If the key becomes stuck again, this has no effect any more."
+            "Time at which a person acknowledged the stuck key. If the key becomes stuck again,"
+            " this has no effect any more."
         ),
     )
     handed_back_at = models.DateTimeField(
         _("handed back at"),
         null=True,
         blank=True,
-        help_text=_("Time at which a person handed the key back to the completer. The retention counts from here."),
+        help_text=_(
+            "Time at which a person handed the key back to the completer. The retention counts from"
+            " here."
+        ),
     )
     next_run_at = models.DateTimeField(
-        _("next run at"), null=True, blank=True, help_text=_("The completer does not run the key before this time.")
+        _("next run at"),
+        null=True,
+        blank=True,
+        help_text=_("The completer does not run the key before this time."),
     )
     completer_attempts = models.PositiveIntegerField(_("completer attempts"), default=0)
     hangs = models.PositiveSmallIntegerField(
@@ -131,31 +159,52 @@ class IdempotencyKey(models.Model):
         _("refused at"),
         null=True,
         blank=True,
-        help_text=_("Time from which only a retry of the client runs the request. Nothing was begun before."),
+        help_text=_(
+            "Time from which only a retry of the client runs the request. Nothing was begun before."
+        ),
     )
     call_begun_at = models.DateTimeField(
-        _("call begun at"), null=True, blank=True, help_text=_("Time at which the last key.call() began.")
+        _("call begun at"),
+        null=True,
+        blank=True,
+        help_text=_("Time at which the last key.call() began."),
     )
     claim_token = models.UUIDField(
-        _("claim token"), null=True, blank=True, help_text=_("The random token of the current claim, which the fence compares.")
+        _("claim token"),
+        null=True,
+        blank=True,
+        help_text=_("The random token of the current claim, which the fence compares."),
     )
-    last_run_at = models.DateTimeField(_("last run at"), db_default=Now(), help_text=_("Time of the last claim."))
+    last_run_at = models.DateTimeField(
+        _("last run at"), db_default=Now(), help_text=_("Time of the last claim.")
+    )
     stuck_at = models.DateTimeField(_("stuck at"), null=True, blank=True)
     stuck_code = models.CharField(
-        _("stuck code"), max_length=50, blank=True, default="", help_text=_("Short and stable code, for filters and alerts.")
+        _("stuck code"),
+        max_length=50,
+        blank=True,
+        default="",
+        help_text=_("Short and stable code, for filters and alerts."),
     )
-    stuck_reason = models.TextField(_("stuck reason"), blank=True, default="", help_text=_("The reason in words."))
+    stuck_reason = models.TextField(
+        _("stuck reason"), blank=True, default="", help_text=_("The reason in words.")
+    )
     last_error = models.TextField(_("last error"), blank=True, default="")
     finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
     expires_at = models.DateTimeField(
         _("expires at"),
         null=True,
         blank=True,
-        help_text=_("End of the retention. Null: the key is neither finished nor refused, or is kept forever."),
+        help_text=_(
+            "End of the retention. Null: the key is neither finished nor refused, or is kept"
+            " forever."
+        ),
     )
     response_code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
     response_headers = models.JSONField(_("response headers"), null=True, blank=True)
-    response_body = models.BinaryField(_("response body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
+    response_body = models.BinaryField(
+        _("response body"), null=True, blank=True, help_text=_("Null: the body was not stored.")
+    )
     locked_until = models.DateTimeField(
         _("locked until"),
         null=True,
@@ -163,7 +212,9 @@ class IdempotencyKey(models.Model):
         help_text=_("End of the current lock; each phase renews it. Null: not locked."),
     )
     recovery_point = models.CharField(_("recovery point"), max_length=50, default=STARTED)
-    history = models.JSONField(_("history"), default=list, blank=True, help_text=_("The last 50 events, with their times."))
+    history = models.JSONField(
+        _("history"), default=list, blank=True, help_text=_("The last 50 events, with their times.")
+    )
 
     objects: ClassVar[models.Manager["IdempotencyKey"]] = IdempotencyKeyQuerySet.as_manager()
 
@@ -177,9 +228,12 @@ class IdempotencyKey(models.Model):
             ("acknowledge_idempotencykey", gettext_noop("Can acknowledge a stuck idempotency key")),
         ]
         constraints = [
-            models.UniqueConstraint(fields=["scope", "idempotency_key"], name="idempotency_key_unique"),
+            models.UniqueConstraint(
+                fields=["scope", "idempotency_key"], name="idempotency_key_unique"
+            ),
             models.CheckConstraint(
-                condition=~Q(scope="") & ~Q(idempotency_key="") & ~Q(recovery_point=""), name="idempotency_key_not_empty"
+                condition=~Q(scope="") & ~Q(idempotency_key="") & ~Q(recovery_point=""),
+                name="idempotency_key_not_empty",
             ),
             models.CheckConstraint(
                 condition=Q(finished_at__isnull=False, recovery_point=FINISHED)
@@ -187,45 +241,65 @@ class IdempotencyKey(models.Model):
                 name="idempotency_key_finished_point",
             ),
             models.CheckConstraint(
-                condition=Q(expires_at__isnull=True) | Q(finished_at__isnull=False) | Q(refused_at__isnull=False),
+                condition=Q(expires_at__isnull=True)
+                | Q(finished_at__isnull=False)
+                | Q(refused_at__isnull=False),
                 name="idempotency_key_expires_when_over",
             ),
             models.CheckConstraint(
-                condition=Q(response_code__isnull=True, response_headers__isnull=True, response_body__isnull=True)
+                condition=Q(
+                    response_code__isnull=True,
+                    response_headers__isnull=True,
+                    response_body__isnull=True,
+                )
                 | Q(response_code__range=(100, 599), finished_at__isnull=False),
                 name="idempotency_key_response_when_finished",
             ),
             models.CheckConstraint(
                 condition=Q(stuck_at__isnull=True, stuck_code="", stuck_reason="")
-                | Q(stuck_at__isnull=False, finished_at__isnull=True) & ~Q(stuck_code="") & ~Q(stuck_reason=""),
+                | Q(stuck_at__isnull=False, finished_at__isnull=True)
+                & ~Q(stuck_code="")
+                & ~Q(stuck_reason=""),
                 name="idempotency_key_stuck_reason",
             ),
             models.CheckConstraint(
-                condition=Q(locked_until__isnull=True) | Q(claim_token__isnull=False), name="idempotency_key_locked_by_claim"
+                condition=Q(locked_until__isnull=True) | Q(claim_token__isnull=False),
+                name="idempotency_key_locked_by_claim",
             ),
         ]
         indexes = [
-            # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they stay HOT. Therefore no
-            # index contains locked_until, not even in its condition.
+            # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they
+            # stay HOT. Therefore no index contains locked_until, not even in its condition.
             models.Index(fields=["created_at"], name="idempotency_key_created"),
-            models.Index(fields=["created_at"], name="idempotency_key_unfinished", condition=UNFINISHED),
-            models.Index(fields=["expires_at"], name="idempotency_key_expires", condition=Q(expires_at__isnull=False)),
+            models.Index(
+                fields=["created_at"], name="idempotency_key_unfinished", condition=UNFINISHED
+            ),
+            models.Index(
+                fields=["expires_at"],
+                name="idempotency_key_expires",
+                condition=Q(expires_at__isnull=False),
+            ),
         ]
 
     def __str__(self) -> str:
-        """Return the id alone: the log of the admin keeps this text when the key is deleted, and other pages show it to people
-        who may not view keys."""
+        """Return the id alone: the log of the admin keeps this text when the key is deleted, and
+        other pages show it to people who may not view keys."""
         return f"#{self.pk}"
 
-    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
-        """Read the row from the database of the key. A replica may lag, and another shard may have a different row with this
-        id."""
+    def refresh_from_db(
+        self, using: str | None = None, fields: Any = None, from_queryset: Any = None
+    ) -> None:
+        """Read the row from the database of the key. A replica may lag, and another shard may have
+        a different row with this id."""
         super().refresh_from_db(using or self._state.db, fields, from_queryset)
 
     @property
     def key_hash(self) -> str:
-        """The hash that log lines contain instead of the key, which may be a secret of the client."""
-        return hashlib.sha256(f"{len(self.scope)}:{self.scope}{self.idempotency_key}".encode()).hexdigest()[:12]
+        """The hash that log lines contain instead of the key, which may be a secret of the
+        client."""
+        return hashlib.sha256(
+            f"{len(self.scope)}:{self.scope}{self.idempotency_key}".encode()
+        ).hexdigest()[:12]
 
     @property
     def untouched(self) -> bool:
@@ -234,7 +308,8 @@ class IdempotencyKey(models.Model):
 
     @property
     def request_params(self) -> Any:
-        """The stored body, decoded for people: JSON, the fields of a form, else text; None if it was not kept."""
+        """The stored body, decoded for people: JSON, the fields of a form, else text; None if it
+        was not kept."""
         if self.request_body is None:
             return None
         text = bytes(self.request_body).decode("utf-8", "replace")
@@ -251,21 +326,34 @@ class IdempotencyKey(models.Model):
 class DownstreamCall(models.Model):
     """An at-most-once call: the intent is committed before the call, the result after it."""
 
-    key = models.ForeignKey(IdempotencyKey, verbose_name=_("key"), on_delete=models.CASCADE, related_name="downstream_calls")
+    key = models.ForeignKey(
+        IdempotencyKey,
+        verbose_name=_("key"),
+        on_delete=models.CASCADE,
+        related_name="downstream_calls",
+    )
     name = models.CharField(_("name"), max_length=100)
     token = models.UUIDField(
-        _("token"), help_text=_("Token of the claim that began the call. Only this claim may record the result.")
+        _("token"),
+        help_text=_(
+            "Token of the claim that began the call. Only this claim may record the result."
+        ),
     )
     started_at = models.DateTimeField(_("started at"), db_default=Now())
     recorded_at = models.DateTimeField(
-        _("recorded at"), null=True, blank=True, help_text=_("Null: the result is unknown, and the call may have taken effect.")
+        _("recorded at"),
+        null=True,
+        blank=True,
+        help_text=_("Null: the result is unknown, and the call may have taken effect."),
     )
     result = models.JSONField(_("result"), null=True, blank=True)
 
     class Meta:
         verbose_name = _("downstream call")
         verbose_name_plural = _("downstream calls")
-        constraints = [models.UniqueConstraint(fields=["key", "name"], name="idempotency_call_unique")]
+        constraints = [
+            models.UniqueConstraint(fields=["key", "name"], name="idempotency_call_unique")
+        ]
 
     def __str__(self) -> str:
         return gettext("%(name)s of key %(key)s") % {"name": self.name, "key": self.key_id}

@@ -1,6 +1,8 @@
-"""The policy of each protected view as data, for ``describe_idempotency``, system checks and API descriptions.
+"""The policy of each protected view as data, for ``describe_idempotency``, system checks and API
+descriptions.
 
-Source: draft-07, section 2.5.2 ("Idempotency Key Specification": the resource documents its policy).
+Source: draft-07, section 2.5.2 ("Idempotency Key Specification": the resource documents its
+policy).
 """
 
 from collections.abc import Iterator
@@ -17,14 +19,16 @@ from idempotency._http.outside import wrapped
 from idempotency._http.routes import METHODS, class_of, every_view, options_of
 from idempotency._http.view import View
 
-#: The methods whose options are read. GET is included to find protected views with safe methods only.
+#: The methods whose options are read. GET is included to find protected views with safe methods
+#: only.
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _REQUIRE_METHODS = "django.views.decorators.http"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The policy that a client of a protected view relies on. All values are JSON types (tuples become arrays)."""
+    """The policy that a client of a protected view relies on. All values are JSON types (tuples
+    become arrays)."""
 
     #: The route of the URLconf with a leading slash; a regular expression is simplified.
     path: str
@@ -33,7 +37,8 @@ class Policy:
     view: str
     methods: tuple[str, ...]
     headers: tuple[str, ...]
-    #: The place of the key if there is no header: "body:NAME", "form:NAME", a dotted path, or empty.
+    #: The place of the key if there is no header: "body:NAME", "form:NAME", a dotted path, or
+    #: empty.
     key_from: str
     key_format: str
     key_min_length: int
@@ -42,9 +47,11 @@ class Policy:
     key_validator: str
     #: With False a request without a key runs unprotected.
     required: bool
-    #: The dotted path of the function that returns whether a request is protected; empty if each one is.
+    #: The dotted path of the function that returns whether a request is protected; empty if each
+    #: one is.
     applies: str
-    #: All recovery points of a phased view in order, with the first and the last; empty for a plain view.
+    #: All recovery points of a phased view in order, with the first and the last; empty for a plain
+    #: view.
     recovery_points: tuple[str, ...]
     #: The time for which a finished key is replayed. It starts when the response is stored.
     retention_hours: int
@@ -73,7 +80,8 @@ class Policy:
 class Protected:
     """A protected view, its options, and its unsafe methods that have these options."""
 
-    #: The route and the name of the view in the URLconf; empty in API descriptions, which publish neither.
+    #: The route and the name of the view in the URLconf; empty in API descriptions, which publish
+    #: neither.
     path: str = ""
     name: str = ""
     callback: View
@@ -92,10 +100,11 @@ class Unprotected:
 
 
 def policies(urlconf: Any = None) -> Iterator[Policy]:
-    """Yield the policy of each protected view of the URLconf, by default ROOT_URLCONF. No database is queried.
+    """Yield the policy of each protected view of the URLconf, by default ROOT_URLCONF. No database
+    is queried.
 
-    A class whose methods have different options has several policies. Operations of Django Ninja are found if the project
-    uses ``idempotency.contrib.ninja``.
+    A class whose methods have different options has several policies. Operations of Django Ninja
+    are found if the project uses ``idempotency.contrib.ninja``.
     """
     for view in protected_views(urlconf):
         if view.methods:
@@ -139,7 +148,8 @@ def policy_of(view: Protected) -> Policy:
 
 
 def protected_views(urlconf: Any = None) -> Iterator[Protected]:
-    """Yield each protected view of the URLconf, once for each different set of options of its methods."""
+    """Yield each protected view of the URLconf, once for each different set of options of its
+    methods."""
     for path, name, callback in every_view(get_resolver(urlconf)):
         allowed = allowed_methods(callback)
         by_options: list[tuple[Options, list[str]]] = []
@@ -154,20 +164,26 @@ def protected_views(urlconf: Any = None) -> Iterator[Protected]:
                 by_options.append((options, [method]))
         for options, methods in by_options:
             unsafe = tuple(method for method in methods if method != "GET")
-            yield Protected(path=path, name=name, callback=callback, options=options, methods=unsafe)
+            yield Protected(
+                path=path, name=name, callback=callback, options=options, methods=unsafe
+            )
 
 
 def unprotected(urlconf: Any = None) -> Iterator[Unprotected]:
-    """Yield each view of the URLconf, by default ROOT_URLCONF, that takes unsafe methods without protection. No database is
-    queried. A function without ``require_http_methods`` takes every method."""
+    """Yield each view of the URLconf, by default ROOT_URLCONF, that takes unsafe methods without
+    protection. No database is queried. A function without ``require_http_methods`` takes every
+    method."""
     for path, name, callback in every_view(get_resolver(urlconf)):
-        taken = [method for method in _METHODS if method != "GET" and method in allowed_methods(callback)]
+        taken = [
+            method for method in _METHODS if method != "GET" and method in allowed_methods(callback)
+        ]
         if methods := tuple(method for method in taken if options_of(callback, method) is None):
             yield Unprotected(path=path, name=name, view=_dotted(callback), methods=methods)
 
 
 def views_to_check() -> Iterator[Protected]:
-    """Yield each protected view for a system check. Yield none if there is no URLconf, or if the settings are invalid."""
+    """Yield each protected view for a system check. Yield none if there is no URLconf, or if the
+    settings are invalid."""
     if getattr(settings, "ROOT_URLCONF", None) and conf.are_valid():
         yield from protected_views()
 
@@ -179,10 +195,14 @@ def allowed_methods(view: View) -> set[str]:
         if (found := find(view)) is not None:
             return found & allowed
     if (owner := class_of(view)) is not None:
-        given: dict[str, Any] = getattr(view, "view_initkwargs", None) or getattr(view, "initkwargs", None) or {}
+        given: dict[str, Any] = (
+            getattr(view, "view_initkwargs", None) or getattr(view, "initkwargs", None) or {}
+        )
         names = given.get("http_method_names", owner.http_method_names)
         handlers = getattr(view, "actions", None) or {name: name for name in names}
-        allowed &= {name.upper() for name in names if name in handlers and hasattr(owner, handlers[name])}
+        allowed &= {
+            name.upper() for name in names if name in handlers and hasattr(owner, handlers[name])
+        }
     for layer in wrapped(view):
         if isfunction(layer) and layer.__globals__.get("__name__") == _REQUIRE_METHODS:
             allowed &= set(getclosurevars(layer).nonlocals.get("request_method_list", allowed))
@@ -190,7 +210,8 @@ def allowed_methods(view: View) -> set[str]:
 
 
 def _dotted(named: Any) -> str:
-    """Return the dotted path of a function or view class. Return a string unchanged, and an empty string for None."""
+    """Return the dotted path of a function or view class. Return a string unchanged, and an empty
+    string for None."""
     if named is None or isinstance(named, str):
         return named or ""
     thing = class_of(named) or named

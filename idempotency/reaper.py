@@ -1,6 +1,8 @@
-"""The reaper: deletes keys after their retention, and settles overdue unfinished keys or marks them as stuck.
+"""The reaper: deletes keys after their retention, and settles overdue unfinished keys or marks them
+as stuck.
 
-It deletes through the ORM, because Django implements SET_NULL and the other actions of a project's foreign keys.
+It deletes through the ORM, because Django implements SET_NULL and the other actions of a project's
+foreign keys.
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the reaper).
 """
 
@@ -15,8 +17,25 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from django.db import Error, IntegrityError, InterfaceError, OperationalError, connections, router, transaction
-from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, QuerySet, RestrictedError, Value
+from django.db import (
+    Error,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    router,
+    transaction,
+)
+from django.db.models import (
+    CharField,
+    Exists,
+    OuterRef,
+    ProtectedError,
+    Q,
+    QuerySet,
+    RestrictedError,
+    Value,
+)
 from django.db.models.functions import Cast, Now, Replace
 
 from idempotency._abandonment import settle
@@ -35,18 +54,19 @@ logger = logging.getLogger("idempotency")
 MESSAGE_RETENTION = timedelta(days=30)
 #: The dashboard shows the traffic of seven days.
 TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
-#: After a batch the reaper sleeps for this multiple of its duration, to limit the load on claims. It can still delete
-#: forty million keys a day; see ``python -m benchmarks.reaper``.
+#: After a batch the reaper sleeps for this multiple of its duration, to limit the load on claims.
+#: It can still delete forty million keys a day; see ``python -m benchmarks.reaper``.
 RESTS_FOR_A_BATCH = 19
 #: The SQLSTATEs of a missing table and of a missing column.
 _MISSING = ("42P01", "42703")
 #: The message of SQLite for a missing table.
 _NO_TABLE = "no such table"
-#: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``. They may concern single keys, for which a trigger is slow, or
-#: every key, while a table is locked.
+#: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``. They may concern single keys, for
+#: which a trigger is slow, or every key, while a table is locked.
 _TIME_LIMITS = ("55P03", "57014")
-#: After this number of keys of a batch that met a time limit, the batch is not searched for further ones, because each attempt
-#: waits as long again: of keys that were to be deleted together, all are kept.
+#: After this number of keys of a batch that met a time limit, the batch is not searched for further
+#: ones, because each attempt waits as long again: of keys that were to be deleted together, all are
+#: kept.
 _MOST_WAITS = 3
 #: A batch may have waited for locks, which is no load.
 _LONGEST_REST_SECONDS = 60.0
@@ -58,8 +78,8 @@ _ASK_SECONDS = 0.1
 class ReapPass:
     """The counts of one pass.
 
-    Keys and messages that were deleted, expired keys that could not be deleted (protected), and overdue keys that were settled
-    or became stuck.
+    Keys and messages that were deleted, expired keys that could not be deleted (protected), and
+    overdue keys that were settled or became stuck.
     """
 
     deleted: int = 0
@@ -79,16 +99,17 @@ def reap_once(
 ) -> ReapPass:
     """Delete expired rows and settle overdue keys. Several reapers may run concurrently.
 
-    Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the retention,
-    messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is still
-    staged, and deletes a failed job that took effect later. The ``on_delete`` action of each foreign key to IdempotencyKey is
-    applied. A key that cannot be deleted is kept, for example because a row or a trigger of the project protects it; the reason
-    is logged. If time limits prevent the deletion of a whole batch, a table seems to be locked, and the pass leaves the later
-    keys to the next one.
+    Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and
+    refused keys after the retention, messages of the inbox after 30 days, and counts of requests
+    after 8 days. It keeps the message of a job that is still staged, and deletes a failed job that
+    took effect later. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A
+    key that cannot be deleted is kept, for example because a row or a trigger of the project
+    protects it; the reason is logged. If time limits prevent the deletion of a whole batch, a table
+    seems to be locked, and the pass leaves the later keys to the next one.
 
-    Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their creation or from the last
-    hand-back. If no run holds an overdue key, ``on_abandon`` of its view settles the key. If the view has no ``on_abandon``, or
-    if it fails, the key becomes stuck.
+    Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their
+    creation or from the last hand-back. If no run holds an overdue key, ``on_abandon`` of its view
+    settles the key. If the view has no ``on_abandon``, or if it fails, the key becomes stuck.
 
     - ``dry_run``: only count.
     - ``stop``: called before each batch and during the pauses; True ends the pass.
@@ -101,7 +122,9 @@ def reap_once(
     keys = IdempotencyKey.objects.using(alias)
     if dry_run:
         deleted = keys.expired().exclude(held()).count()
-        return ReapPass(deleted=deleted, stuck=keys.overdue().count(), messages=_old_messages(alias).count())
+        return ReapPass(
+            deleted=deleted, stuck=keys.overdue().count(), messages=_old_messages(alias).count()
+        )
     counts: Counter[str] = Counter()
     # First the keys that clients wait for.
     batches = chain(
@@ -121,7 +144,9 @@ def reap_once(
             _rest(min(RESTS_FOR_A_BATCH * took, _LONGEST_REST_SECONDS), stop, alias)
     if not stop():
         # At most some thirty rows a minute: one statement deletes them.
-        TrafficCount.objects.using(alias).filter(minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES).delete()
+        TrafficCount.objects.using(alias).filter(
+            minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES
+        ).delete()
     return ReapPass(**counts)
 
 
@@ -138,7 +163,9 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     # A staged job may be handed over again, so its message must not be forgotten.
     digits = partial(Replace, text=Value("-"))  # SQLite stores a UUID without hyphens.
     job = StagedJob.objects.using(alias).annotate(digits=digits(Cast("pk", CharField())))
-    return old.exclude(Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id")))))
+    return old.exclude(
+        Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id"))))
+    )
 
 
 def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -150,7 +177,9 @@ def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
         counts = _delete([pk for _, pk in page], refusals, alias)
         yield counts
         if refusals[_MISSING] or (not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS):
-            return  # A table seems to be locked, or is in another database. The other batches would fail too.
+            # A table seems to be locked, or is in another database. The other batches would fail
+            # too.
+            return
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -166,7 +195,9 @@ def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
 def _reap_messages(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
     while True:
         with transaction.atomic(using=alias, durable=True):
-            oldest = _old_messages(alias).select_for_update(skip_locked=True).order_by("processed_at")
+            oldest = (
+                _old_messages(alias).select_for_update(skip_locked=True).order_by("processed_at")
+            )
             page = list(oldest.values_list("pk", flat=True)[:batch_size])
             ProcessedMessage.objects.using(alias).filter(pk__in=page).delete()
         if not page:
@@ -181,34 +212,44 @@ def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
         last = page[-1]
         if done := took_effect(STAGED_JOBS, [str(pk) for _, pk in page], using=alias):
             failed.filter(pk__in=done).delete()
-            logger.info("%d staged jobs that had failed took effect later, and are deleted", len(done))
+            logger.info(
+                "%d staged jobs that had failed took effect later, and are deleted", len(done)
+            )
         yield {}
 
 
-def _page(rows: QuerySet[Any], last: tuple[datetime, Any] | None, size: int, by: str = "created_at") -> list[Any]:
-    """Return the time and the primary key of the next ``size`` rows in the order of the index. A row that was skipped is not
-    returned again."""
+def _page(
+    rows: QuerySet[Any], last: tuple[datetime, Any] | None, size: int, by: str = "created_at"
+) -> list[Any]:
+    """Return the time and the primary key of the next ``size`` rows in the order of the index. A
+    row that was skipped is not returned again."""
     if last is not None:
         at, pk = last
-        rows = rows.filter(Q(**{f"{by}__gt": at}) | Q(**{by: at, "pk__gt": pk}), **{f"{by}__gte": at})
+        rows = rows.filter(
+            Q(**{f"{by}__gt": at}) | Q(**{by: at, "pk__gt": pk}), **{f"{by}__gte": at}
+        )
     return list(rows.order_by(by, "pk").values_list(by, "pk")[:size])
 
 
 def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[str]:
-    """Delete those of these keys that are expired, in one transaction, and count them. If some cannot be deleted, halve the
-    list until these are found, and keep them. A trigger or a signal receiver of the project may refuse with any error."""
+    """Delete those of these keys that are expired, in one transaction, and count them. If some
+    cannot be deleted, halve the list until these are found, and keep them. A trigger or a signal
+    receiver of the project may refuse with any error."""
     keys, locked = IdempotencyKey.objects.using(alias), False
     committed: list[bool] = []
     try:
         with durable_transaction(None, using=alias):
-            transaction.on_commit(partial(committed.append, True), using=alias)  # before the hooks of receivers
-            # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
+            # before the hooks of receivers
+            transaction.on_commit(partial(committed.append, True), using=alias)
+            # An expired key normally has no lock. If it has one, its request is running, even if
+            # its times are old.
             expired = keys.expired().exclude(held()).select_for_update(skip_locked=True)
             pks, locked = list(expired.filter(pk__in=pks).values_list("pk", flat=True)), True
             # Load no other column, because bodies may be large.
             _, by_model = keys.filter(pk__in=pks).only("pk").delete()
             if connections[alias].vendor == "postgresql":
-                connections[alias].check_constraints()  # A transaction of a TestCase has no COMMIT that would do it.
+                # A transaction of a TestCase has no COMMIT that would do it.
+                connections[alias].check_constraints()
             return Counter(deleted=by_model.get(IdempotencyKey._meta.label, 0))
     except (Exception, CancelledError) as error:
         if committed or not locked:
@@ -225,16 +266,21 @@ def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[st
         if pks:
             refusals[_TIME_LIMITS] += waited
             _log_refusal(pks[0], error, refusals)
-        return Counter(protected=len(pks))  # With no key left, the error belongs to the caller's transaction.
+        # With no key left, the error belongs to the caller's transaction.
+        return Counter(protected=len(pks))
 
 
 def _concerns_rows_elsewhere(error: BaseException, alias: str) -> bool:
-    """Return whether the deletion failed because a table is missing whose rows the router keeps in another database; log it."""
-    missing = isinstance(error, Error) and (_sqlstate(error) in _MISSING or str(error).startswith(_NO_TABLE))
+    """Return whether the deletion failed because a table is missing whose rows the router keeps in
+    another database; log it."""
+    missing = isinstance(error, Error) and (
+        _sqlstate(error) in _MISSING or str(error).startswith(_NO_TABLE)
+    )
     fields = fields_elsewhere(alias) if missing else []
     if fields:
         logger.warning(
-            "no key can be deleted from the database %r, because the rows of %s are in another database: %s",
+            "no key can be deleted from the database %r, because the rows of %s are in another"
+            " database: %s",
             *(alias, ", ".join(map(str, fields)), summary(error_text(error))),
         )
     return bool(fields)
@@ -246,15 +292,27 @@ def _log_refusal(pk: int, error: BaseException, refusals: Counter[object]) -> No
     refusals[kind] += 1
     if refusals[kind] == 1:
         by_design = isinstance(error, ProtectedError | RestrictedError | IntegrityError)
-        text, level = "the key with the id %s cannot be deleted: %s", logging.INFO if by_design else logging.WARNING
-        logger.log(level, text, pk, summary(error_text(error)), exc_info=not by_design and not isinstance(error, Error))
+        text, level = (
+            "the key with the id %s cannot be deleted: %s",
+            (logging.INFO if by_design else logging.WARNING),
+        )
+        logger.log(
+            level,
+            text,
+            pk,
+            summary(error_text(error)),
+            exc_info=not by_design and not isinstance(error, Error),
+        )
 
 
 def _concerns_all(error: BaseException) -> bool:
-    """Return whether the deletion of every key would fail with this error: the database is lost, or a table or column is
-    missing."""
+    """Return whether the deletion of every key would fail with this error: the database is lost, or
+    a table or column is missing."""
     state = _sqlstate(error)
-    lost = isinstance(error, OperationalError | InterfaceError | NotReplicated) and state not in _TIME_LIMITS
+    lost = (
+        isinstance(error, OperationalError | InterfaceError | NotReplicated)
+        and state not in _TIME_LIMITS
+    )
     return lost or state in _MISSING
 
 

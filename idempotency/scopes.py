@@ -1,7 +1,8 @@
 """Scopes: the owner of each key. A request of one scope cannot access the keys of another scope.
 
-Each function of this module can be passed as ``@idempotent(scope=...)``. The scope of a retry must equal the scope of the
-first request, and no other sender may have it. It is read after authentication.
+Each function of this module can be passed as ``@idempotent(scope=...)``. The scope of a retry must
+equal the scope of the first request, and no other sender may have it. It is read after
+authentication.
 """
 
 import logging
@@ -25,7 +26,8 @@ Scope = Callable[[HttpRequest], str]
 _MAX_LENGTH = 200
 #: The types of identifiers that ``attribute()`` reads.
 _IDENTIFIERS = (str, int, UUID)
-#: The prefix of the scopes of a project's ``scope=`` function, so that they never equal ``user:<pk>`` and the others here.
+#: The prefix of the scopes of a project's ``scope=`` function, so that they never equal
+#: ``user:<pk>`` and the others here.
 PROJECT_PREFIX = "scope="
 #: The attribute of a request that ``set_other_sender()`` sets.
 _OTHER_SENDER = "_idempotency_other_sender"
@@ -40,10 +42,11 @@ def user(request: HttpRequest) -> str:
 def session(request: HttpRequest) -> str:
     """Return the scope of the session, or an empty string without a session.
 
-    The scope is an id that is derived from the first session key, so that two first requests get the same id. It is stored in
-    the session and survives a new session key. On return it is saved, so that a retry finds it after a 500 or a login. With
-    signed_cookies there is no scope, because different sessions may have equal cookies. A session that this request has created
-    is no scope either, because a client that gets no answer retries without the cookie.
+    The scope is an id that is derived from the first session key, so that two first requests get
+    the same id. It is stored in the session and survives a new session key. On return it is saved,
+    so that a retry finds it after a 500 or a login. With signed_cookies there is no scope, because
+    different sessions may have equal cookies. A session that this request has created is no scope
+    either, because a client that gets no answer retries without the cookie.
     Raises UpdateError if the session is deleted concurrently.
     """
     store = getattr(request, "session", None)
@@ -51,29 +54,37 @@ def session(request: HttpRequest) -> str:
         return ""
     if isinstance(store, SignedCookies):
         logger.warning(
-            "No scope: with signed_cookies, sessions with the same content cannot be distinguished. Store sessions in a "
-            "database or a cache, sign the visitor in, or give the view another scope=."
+            "No scope: with signed_cookies, sessions with the same content cannot be distinguished."
+            " Store sessions in a database or a cache, sign the visitor in, or give the view"
+            " another scope=."
         )
         return ""
     if "idempotency_scope" not in store:
         if store.session_key is None:  # Loading a deleted session resets its key.
             return ""
-        if store.modified and store.session_key != request.COOKIES.get(settings.SESSION_COOKIE_NAME):
+        if store.modified and store.session_key != request.COOKIES.get(
+            settings.SESSION_COOKIE_NAME
+        ):
             logger.warning(
-                "No scope: the session was created by this request, and a client that gets no answer does not get its cookie. "
-                "Create the session earlier, for example with the page from which the request is sent."
+                "No scope: the session was created by this request, and a client that gets no"
+                " answer does not get its cookie. Create the session earlier, for example with the"
+                " page from which the request is sent."
             )
             return ""
-        # A separate store: the other changes of this request are saved with its response, or not at all.
+        # A separate store: the other changes of this request are saved with its response, or not at
+        # all.
         saved = type(store)(store.session_key)
         if "idempotency_scope" not in saved:
             if saved.session_key is None:
                 return ""
-            saved["idempotency_scope"] = salted_hmac("idempotency.scope", saved.session_key, algorithm="sha256").hexdigest()
+            saved["idempotency_scope"] = salted_hmac(
+                "idempotency.scope", saved.session_key, algorithm="sha256"
+            ).hexdigest()
             try:
                 saved.save()
             except UpdateError:
-                # At a high isolation level, save() also fails if another first request has just saved the same id.
+                # At a high isolation level, save() also fails if another first request has just
+                # saved the same id.
                 if "idempotency_scope" not in type(store)(saved.session_key):
                     raise
         modified = store.modified
@@ -85,7 +96,8 @@ def session(request: HttpRequest) -> str:
 def user_or_session(request: HttpRequest) -> str:
     """Return the scope of the user, or else of the session. This is the default scope.
 
-    An authenticated sender that is not a Django user gets no scope, because the session may belong to another sender.
+    An authenticated sender that is not a Django user gets no scope, because the session may belong
+    to another sender.
     """
     if (found := user(request)) or not is_no_user(request):
         return found or session(request)
@@ -93,8 +105,8 @@ def user_or_session(request: HttpRequest) -> str:
     if getattr(request, _OTHER_SENDER, False) or not getattr(who, "is_authenticated", bool(who)):
         who = request.auth  # type: ignore[attr-defined]
     logger.warning(
-        "No scope: the sender is authenticated, but is not a saved %s: it is a %s. Give the view a scope= that names the "
-        "account, for example with idempotency.scopes.attribute.",
+        "No scope: the sender is authenticated, but is not a saved %s: it is a %s. Give the view a"
+        " scope= that names the account, for example with idempotency.scopes.attribute.",
         get_user_model().__name__,
         who.__class__.__name__,  # of the wrapped object, not of SimpleLazyObject
     )
@@ -102,13 +114,15 @@ def user_or_session(request: HttpRequest) -> str:
 
 
 def attribute(path: str) -> Scope:
-    """Return a scope that reads an identifier from the request, such as "tenant.pk" or "auth.account_id".
+    """Return a scope that reads an identifier from the request, such as "tenant.pk" or
+    "auth.account_id".
 
-    The identifier is a string, an integer or a UUID. It is stored as it is, so it must not be a credential. The scope also has
-    the type of the identifier, so 7 and "7" differ. If the identifier is an attribute of a model instance, the scope has the
-    label of the model: the user 5 and the partner 5 differ. Examples are ``request.auth:str:acme`` and
-    ``request.tenant.pk:shop.tenant:int:7``. A request in which the identifier is missing, None or empty has no scope and is
-    refused.
+    The identifier is a string, an integer or a UUID. It is stored as it is, so it must not be a
+    credential. The scope also has the type of the identifier, so 7 and "7" differ. If the
+    identifier is an attribute of a model instance, the scope has the label of the model: the user 5
+    and the partner 5 differ. Examples are ``request.auth:str:acme`` and
+    ``request.tenant.pk:shop.tenant:int:7``. A request in which the identifier is missing, None or
+    empty has no scope and is refused.
 
     The scope raises TypeError for any other type, because its text may change or may not be unique.
     """
@@ -120,14 +134,19 @@ def attribute(path: str) -> Scope:
             owner, value = value, getattr(value, name, None)
         if value is None or value == "":
             return ""
-        kind = next((each.__name__.lower() for each in _IDENTIFIERS if isinstance(value, each)), None)
+        kind = next(
+            (each.__name__.lower() for each in _IDENTIFIERS if isinstance(value, each)), None
+        )
         if kind is None or isinstance(value, bool):
             raise TypeError(
-                f"The scope attribute({path!r}) found a {type(value).__name__}, not an identifier. Name a string, an integer "
-                f"or a UUID in it, such as {path + '.pk'!r}, or pass scope= a function that returns one."
+                f"The scope attribute({path!r}) found a {type(value).__name__}, not an identifier."
+                f" Name a string, an integer or a UUID in it, such as {path + '.pk'!r}, or pass"
+                " scope= a function that returns one."
             )
         # A proxy has the rows of its concrete model.
-        label = f"{owner._meta.concrete_model._meta.label_lower}:" if isinstance(owner, Model) else ""  # type: ignore[union-attr]
+        label = (
+            f"{owner._meta.concrete_model._meta.label_lower}:" if isinstance(owner, Model) else ""
+        )  # type: ignore[union-attr]
         return f"request.{path}:{label}{kind}:{value}"
 
     scope.reads = (path,)  # type: ignore[attr-defined]
@@ -135,7 +154,8 @@ def attribute(path: str) -> Scope:
 
 
 def joined(*scopes: Scope) -> Scope:
-    """Return a scope that joins several scopes, such as tenant and user. If one is missing, the request has no scope."""
+    """Return a scope that joins several scopes, such as tenant and user. If one is missing, the
+    request has no scope."""
 
     def scope(request: HttpRequest) -> str:
         parts = [_named(part, request) for part in scopes]
@@ -143,22 +163,27 @@ def joined(*scopes: Scope) -> Scope:
         return "".join(f"{len(part)}:{part}" for part in parts) if all(parts) else ""
 
     # With a user among them, no other attribute is needed to identify the sender.
-    scope.reads = () if user in scopes else tuple(path for part in scopes for path in reads_of(part))  # type: ignore[attr-defined]
+    scope.reads = (
+        () if user in scopes else tuple(path for part in scopes for path in reads_of(part))
+    )  # type: ignore[attr-defined]
     return scope
 
 
 def reads_of(scope: Scope | None) -> tuple[str, ...]:
-    """Return the attributes of the request that a scope of ``attribute()`` or ``joined()`` reads; empty for other scopes."""
+    """Return the attributes of the request that a scope of ``attribute()`` or ``joined()`` reads;
+    empty for other scopes."""
     return getattr(scope, "reads", ())
 
 
 def scope_of(request: HttpRequest, scope: Scope | None) -> str:
-    """Return the scope of a request, or an empty string without one. Such a request is refused, because two senders must not
-    share a scope. Raises ValueError for a scope that cannot be stored."""
+    """Return the scope of a request, or an empty string without one. Such a request is refused,
+    because two senders must not share a scope. Raises ValueError for a scope that cannot be
+    stored."""
     found = _named(scope or user_or_session, request)
     if not isinstance(found, str) or len(found) > _MAX_LENGTH or "\x00" in found:
         raise ValueError(
-            f"The function scope= must return a string of at most {_MAX_LENGTH - len(PROJECT_PREFIX)} characters without NUL."
+            "The function scope= must return a string of at most"
+            f" {_MAX_LENGTH - len(PROJECT_PREFIX)} characters without NUL."
         )
     return found
 
@@ -175,7 +200,11 @@ def user_of(request: HttpRequest) -> Any:
     who = getattr(request, "user", None)
     if getattr(request, _OTHER_SENDER, False):
         return None
-    return who if isinstance(who, _user_model(settings.AUTH_USER_MODEL)) and who.pk is not None else None
+    return (
+        who
+        if isinstance(who, _user_model(settings.AUTH_USER_MODEL)) and who.pk is not None
+        else None
+    )
 
 
 @cache
@@ -184,7 +213,8 @@ def _user_model(name: str) -> type[Model]:
 
 
 def is_no_user(request: HttpRequest) -> bool:
-    """Return whether the sender is authenticated but is not a Django user: an API key (``request.auth``) or its account."""
+    """Return whether the sender is authenticated but is not a Django user: an API key
+    (``request.auth``) or its account."""
     who = getattr(request, "user", None)
     # An account need not have the attribute.
     authenticated = getattr(who, "is_authenticated", bool(who)) or getattr(request, "auth", None)
@@ -192,5 +222,6 @@ def is_no_user(request: HttpRequest) -> bool:
 
 
 def set_other_sender(request: HttpRequest) -> None:
-    """Record that an API key or its account sent the request, although ``request.user`` is the user of a session cookie."""
+    """Record that an API key or its account sent the request, although ``request.user`` is the user
+    of a session cookie."""
     setattr(request, _OTHER_SENDER, True)

@@ -28,7 +28,16 @@ class RiderAdmin(UserAdmin):
 
 @admin.register(Ride)
 class RideAdmin(KeyStateMixin, ReadOnlyAdmin):
-    list_display = ("id", "user", "origin", "target", "stripe_charge_id", "paid_at", "created_at", "key_state")
+    list_display = (
+        "id",
+        "user",
+        "origin",
+        "target",
+        "stripe_charge_id",
+        "paid_at",
+        "created_at",
+        "key_state",
+    )
     readonly_fields = ("key_state",)
     list_select_related = ("user",)
     search_fields = ("=id", "stripe_charge_id", "user__email")
@@ -36,7 +45,15 @@ class RideAdmin(KeyStateMixin, ReadOnlyAdmin):
 
 @admin.register(AuditRecord)
 class AuditRecordAdmin(ReadOnlyAdmin):
-    list_display = ("id", "action", "resource_type", "resource_id", "user", "origin_ip", "created_at")
+    list_display = (
+        "id",
+        "action",
+        "resource_type",
+        "resource_id",
+        "user",
+        "origin_ip",
+        "created_at",
+    )
     list_select_related = ("user",)
 
 

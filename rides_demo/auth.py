@@ -64,7 +64,9 @@ def _rider(request: HttpRequest) -> User | HttpResponse:
     if not scheme:
         return _refusal("auth_required", "Please specify credentials in the Authorization header.")
     if scheme.lower() != "bearer" or not token.strip():
-        return _refusal("auth_invalid", "Please specify the Authorization header as 'Bearer' and your token.")
+        return _refusal(
+            "auth_invalid", "Please specify the Authorization header as 'Bearer' and your token."
+        )
     try:
         return User.objects.with_token(token.strip())
     except User.DoesNotExist:

@@ -17,7 +17,12 @@ def send_ride_receipt(ride_id: int, shard: str = "default") -> None:
     shard_of_request.set(shard)
     ride = Ride.objects.select_related("user").get(pk=ride_id)
     with transaction.atomic(using=shard):
-        receipt, created = Receipt.objects.get_or_create(ride=ride, defaults={"email": ride.user.email})
+        receipt, created = Receipt.objects.get_or_create(
+            ride=ride, defaults={"email": ride.user.email}
+        )
         if created:
-            text = f"Thank you for flying Rocket Rides.\n\n${RIDE_AMOUNT / 100:.2f}, charge {ride.stripe_charge_id}\n"
+            text = (
+                f"Thank you for flying Rocket Rides.\n\n${RIDE_AMOUNT / 100:.2f}, charge"
+                f" {ride.stripe_charge_id}\n"
+            )
             send_mail(f"Receipt for your ride {ride.pk}", text, None, [receipt.email])

@@ -34,7 +34,9 @@ class User(AbstractUser):
     stripe_customer_id = models.CharField(max_length=50, unique=True, null=True, blank=True)
     #: A token is random, so one round of SHA-256 is enough, and a leaked table contains no usable
     #: token. The hash also keeps arbitrary bytes of a client out of SQL.
-    api_token_hash = models.CharField(max_length=64, unique=True, null=True, blank=True, editable=False)
+    api_token_hash = models.CharField(
+        max_length=64, unique=True, null=True, blank=True, editable=False
+    )
 
     objects = RiderManager()
 
@@ -42,10 +44,12 @@ class User(AbstractUser):
         db_table = "users"
         constraints = [
             models.CheckConstraint(
-                condition=~Q(email="") & ~Q(stripe_customer_id="") & ~Q(api_token_hash=""), name="users_not_empty"
+                condition=~Q(email="") & ~Q(stripe_customer_id="") & ~Q(api_token_hash=""),
+                name="users_not_empty",
             ),
             models.CheckConstraint(
-                condition=Q(api_token_hash__isnull=True) | Q(stripe_customer_id__isnull=False), name="users_riders_can_pay"
+                condition=Q(api_token_hash__isnull=True) | Q(stripe_customer_id__isnull=False),
+                name="users_riders_can_pay",
             ),
         ]
 
@@ -72,24 +76,40 @@ class Ride(models.Model):
     created_at = models.DateTimeField(db_default=Now())
     user = models.ForeignKey(User, on_delete=models.PROTECT, related_name="rides")
     idempotency_key = models.OneToOneField(
-        "idempotency.IdempotencyKey", null=True, blank=True, on_delete=models.SET_NULL, related_name="ride"
+        "idempotency.IdempotencyKey",
+        null=True,
+        blank=True,
+        on_delete=models.SET_NULL,
+        related_name="ride",
     )
-    client_ref = models.UUIDField(null=True, blank=True, help_text="The id that the client chose (PUT /rides/by-ref/).")
+    client_ref = models.UUIDField(
+        null=True, blank=True, help_text="The id that the client chose (PUT /rides/by-ref/)."
+    )
     origin_lat = _coordinate()
     origin_lon = _coordinate()
     target_lat = _coordinate()
     target_lon = _coordinate()
     stripe_charge_id = models.CharField(max_length=50, unique=True, null=True, blank=True)
-    paid_at = models.DateTimeField(null=True, blank=True, help_text="Set by the webhook for the charge.")
-    picked_up_at = models.DateTimeField(null=True, blank=True, help_text="After this time the target cannot change.")
+    paid_at = models.DateTimeField(
+        null=True, blank=True, help_text="Set by the webhook for the charge."
+    )
+    picked_up_at = models.DateTimeField(
+        null=True, blank=True, help_text="After this time the target cannot change."
+    )
 
     class Meta:
         db_table = "rides"
         constraints = [
             models.UniqueConstraint(fields=["user", "client_ref"], name="rides_client_ref_unique"),
-            models.CheckConstraint(condition=_within(90, "origin_lat", "target_lat"), name="rides_latitudes"),
-            models.CheckConstraint(condition=_within(180, "origin_lon", "target_lon"), name="rides_longitudes"),
-            models.CheckConstraint(condition=~Q(stripe_charge_id=""), name="rides_charge_not_empty"),
+            models.CheckConstraint(
+                condition=_within(90, "origin_lat", "target_lat"), name="rides_latitudes"
+            ),
+            models.CheckConstraint(
+                condition=_within(180, "origin_lon", "target_lon"), name="rides_longitudes"
+            ),
+            models.CheckConstraint(
+                condition=~Q(stripe_charge_id=""), name="rides_charge_not_empty"
+            ),
         ]
 
     def __str__(self) -> str:

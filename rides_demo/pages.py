@@ -32,7 +32,13 @@ DEMO_RIDERS = {
 SHOWN_RIDES = 50
 #: From the Ferry Building to the Golden Gate.
 EXAMPLE = dict(zip(RIDE_PARAMETERS, (37.7955, -122.3937, 37.8199, -122.4783), strict=True))
-LABELS = dict(zip(RIDE_PARAMETERS, ("From latitude", "From longitude", "To latitude", "To longitude"), strict=True))
+LABELS = dict(
+    zip(
+        RIDE_PARAMETERS,
+        ("From latitude", "From longitude", "To latitude", "To longitude"),
+        strict=True,
+    )
+)
 #: The recovery points of a booking, with the work that is committed at each of them.
 STEPS = {
     STARTED: "request recorded",
@@ -43,7 +49,12 @@ STEPS = {
 
 
 #: The names of key states on the page. The page shows every other state as "waiting".
-SHOWN_STATES = {"finished": "finished", "stuck": "stuck", "acknowledged": "stuck", "in flight": "running"}
+SHOWN_STATES = {
+    "finished": "finished",
+    "stuck": "stuck",
+    "acknowledged": "stuck",
+    "in flight": "running",
+}
 #: The page retries for this time after the earliest time at which the completer runs the booking.
 PATIENCE_SECONDS = 60
 
@@ -53,7 +64,11 @@ PATIENCE_SECONDS = 60
 def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpResponse:
     """Return the page with its ``switches``; each rendering contains a new idempotency key."""
     rider, limits = rider_of_session(request), conf.get()
-    rides = Ride.objects.filter(user=rider).select_related("receipt", "idempotency_key").order_by("-pk")[:SHOWN_RIDES]
+    rides = (
+        Ride.objects.filter(user=rider)
+        .select_related("receipt", "idempotency_key")
+        .order_by("-pk")[:SHOWN_RIDES]
+    )
     context = {
         "rider": rider,
         "token": request.session.get(SESSION_TOKEN, ""),
@@ -63,7 +78,9 @@ def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpRe
         "steps": STEPS.items(),
         "lock_seconds": limits.LOCK_TIMEOUT_SECONDS,
         "completer_seconds": limits.COMPLETER_MIN_AGE_SECONDS,
-        "patience_seconds": 3 * limits.LOCK_TIMEOUT_SECONDS + limits.COMPLETER_MIN_AGE_SECONDS + PATIENCE_SECONDS,
+        "patience_seconds": (
+            3 * limits.LOCK_TIMEOUT_SECONDS + limits.COMPLETER_MIN_AGE_SECONDS + PATIENCE_SECONDS
+        ),
         "idempotency_key": uuid.uuid4(),
     } | (switches() if rider else {})
     return render(request, "rides_demo/home.html", context)
@@ -77,7 +94,11 @@ def booking(request: HttpRequest) -> HttpResponse:
     if rider is None:
         return JsonResponse({"error": "Sign in first."}, status=HTTPStatus.FORBIDDEN)
     sent = request.GET.get("key", "").replace("\x00", "")
-    key = IdempotencyKey.objects.with_state().filter(scope=f"user:{rider.pk}", idempotency_key=sent).first()
+    key = (
+        IdempotencyKey.objects.with_state()
+        .filter(scope=f"user:{rider.pk}", idempotency_key=sent)
+        .first()
+    )
     return JsonResponse({"booking": None if key is None else _booking_json(key)})
 
 
@@ -115,7 +136,8 @@ def _booking_json(key: IdempotencyKey) -> dict[str, object]:
 
 
 def _steps(key: IdempotencyKey, state: str) -> dict[str, str]:
-    """Return the state of each step. A step before the recovery point of the key was skipped if the history lacks it."""
+    """Return the state of each step. A step before the recovery point of the key was skipped if the
+    history lacks it."""
     reached = {STARTED, key.recovery_point}
     reached |= {event["detail"] for event in key.history if event["event"] == "recovery point"}
     order = list(STEPS)

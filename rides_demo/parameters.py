@@ -31,7 +31,9 @@ class BadParameters(Exception):
         return error_response(self.status, self.code, str(self))
 
 
-def coordinates(request: HttpRequest, names: tuple[str, ...] = RIDE_PARAMETERS) -> dict[str, Decimal]:
+def coordinates(
+    request: HttpRequest, names: tuple[str, ...] = RIDE_PARAMETERS
+) -> dict[str, Decimal]:
     """Return the coordinates ``names`` as the database stores them.
 
     Raises BadParameters for the first invalid coordinate.
@@ -68,10 +70,21 @@ def _parameters(request: HttpRequest) -> dict[str, Any]:
             return _spelled_out(request.POST)
         # Integers are parsed as floats, which costs little for numbers of thousands of digits.
         members = json.loads(body.decode(), parse_int=float)
-    except (ValueError, LookupError, RecursionError, SuspiciousOperation, BadRequest, MultiPartParserError):
-        raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body is neither valid JSON nor a form.") from None
+    except (
+        ValueError,
+        LookupError,
+        RecursionError,
+        SuspiciousOperation,
+        BadRequest,
+        MultiPartParserError,
+    ):
+        raise BadParameters(
+            HTTPStatus.BAD_REQUEST, "body_invalid", "The body is neither valid JSON nor a form."
+        ) from None
     if not isinstance(members, dict):
-        raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body must be a JSON object.")
+        raise BadParameters(
+            HTTPStatus.BAD_REQUEST, "body_invalid", "The body must be a JSON object."
+        )
     return members
 
 
@@ -97,11 +110,15 @@ def _body(request: HttpRequest) -> bytes:
 
 def _coordinate(name: str, value: Any) -> Decimal:
     if value is None:
-        raise BadParameters(HTTPStatus.UNPROCESSABLE_ENTITY, "param_missing", f"Please specify parameter '{name}'.")
+        raise BadParameters(
+            HTTPStatus.UNPROCESSABLE_ENTITY, "param_missing", f"Please specify parameter '{name}'."
+        )
     if not isinstance(value, float):
         message = f"Parameter '{name}' must be a floating-point number."
         raise BadParameters(HTTPStatus.UNPROCESSABLE_ENTITY, "param_not_float", message)
-    kind, word, limit = ("lat", "latitude", 90) if name.endswith("_lat") else ("lon", "longitude", 180)
+    kind, word, limit = (
+        ("lat", "latitude", 90) if name.endswith("_lat") else ("lon", "longitude", 180)
+    )
     if not math.isfinite(value) or abs(value) > limit:
         message = f"Parameter '{name}' must be a valid {word} coordinate."
         raise BadParameters(HTTPStatus.UNPROCESSABLE_ENTITY, f"param_not_{kind}", message)

@@ -17,7 +17,8 @@ from rides_demo.models import RIDE_AMOUNT, RIDE_CURRENCY, Ride
 
 logger = logging.getLogger("rides_demo.payments")
 
-#: An unconfirmed charge is not repeated after 23 hours, because Stripe deletes a key after 24 hours.
+#: An unconfirmed charge is not repeated after 23 hours, because Stripe deletes a key after 24
+#: hours.
 CHARGE_KEY_SECONDS = 23 * 3600
 #: The Retry-After header of a response while Stripe cannot be reached.
 RETRY_AFTER_SECONDS = 1
@@ -40,7 +41,8 @@ def stripe_client() -> stripe.StripeClient:
 
 
 def timeout_seconds() -> float:
-    """Return the timeout of a call to Stripe: two calls take less than the lock timeout of the key."""
+    """Return the timeout of a call to Stripe: two calls take less than the lock timeout of the
+    key."""
     return min(10, 0.4 * conf.get().LOCK_TIMEOUT_SECONDS)
 
 
@@ -58,7 +60,9 @@ def _stripe_client(api_key: str, base: str | None, timeout_seconds: float) -> st
 
 def create_customer(email: str, source: str, downstream_key: str) -> str:
     """Create a customer who pays with ``source``; return its id, the same id for the same key."""
-    customer = stripe_client().v1.customers.create({"email": email, "source": source}, {"idempotency_key": downstream_key})
+    customer = stripe_client().v1.customers.create(
+        {"email": email, "source": source}, {"idempotency_key": downstream_key}
+    )
     return customer.id
 
 
@@ -89,7 +93,9 @@ def charge_ride(ride: Ride, downstream_key: str) -> str:
     except stripe.StripeError as error:
         if _is_stored_failure(error):
             return _charge_of_stored_failure(ride, error)
-        raise PaymentUnavailable(f"{type(error).__name__} {error.http_status or 'without a response'}") from error
+        raise PaymentUnavailable(
+            f"{type(error).__name__} {error.http_status or 'without a response'}"
+        ) from error
     return charge.id
 
 
@@ -98,7 +104,9 @@ def find_charge(ride: Ride) -> str | None:
 
     Raises stripe.StripeError if the request to Stripe fails.
     """
-    charges = stripe_client().v1.charges.list({"customer": ride.user.stripe_customer_id, "limit": 100})
+    charges = stripe_client().v1.charges.list(
+        {"customer": ride.user.stripe_customer_id, "limit": 100}
+    )
     for charge in charges.auto_paging_iter():
         if charge.status == "succeeded" and ride_id_of(charge) == str(ride.pk):
             return charge.id
@@ -127,11 +135,14 @@ def _charge_of_stored_failure(ride: Ride, failure: stripe.StripeError) -> str:
     try:
         charge_id = find_charge(ride)
     except stripe.StripeError as error:
-        raise PaymentUnavailable("Stripe replays a failure and the charge cannot be looked up") from error
+        raise PaymentUnavailable(
+            "Stripe replays a failure and the charge cannot be looked up"
+        ) from error
     if charge_id is None:
         raise KeyStuck(
-            f"Stripe stored a failure for this charge and lists no charge for ride {ride.pk}. Stripe replays the failure for "
-            f"24 hours. Check the charge in Stripe's dashboard, then store a response for this key."
+            f"Stripe stored a failure for this charge and lists no charge for ride {ride.pk}."
+            " Stripe replays the failure for 24 hours. Check the charge in Stripe's dashboard,"
+            " then store a response for this key."
         ) from failure
     logger.warning("ride %s: Stripe stored a failure, but charge %s exists", ride.pk, charge_id)
     return charge_id

@@ -100,7 +100,8 @@ def _database(variable: str, url: str) -> Any:
         # PostgreSQL prepares a statement at its fifth use, which halves the time of a replay.
         options.setdefault("prepare_threshold", 5)
         options.setdefault("connect_timeout", 5)
-        # As in the article. SERIALIZABLE protects only where each transaction of the project has it.
+        # As in the article. SERIALIZABLE protects only where each transaction of the project has
+        # it.
         options.setdefault("isolation_level", IsolationLevel.SERIALIZABLE)
     elif "sqlite" in database["ENGINE"]:
         # A transaction that begins as IMMEDIATE waits for the write lock. A deferred one that reads
@@ -111,7 +112,11 @@ def _database(variable: str, url: str) -> Any:
     return database
 
 
-DATABASES = {"default": _database("DATABASE_URL", os.environ.get("DATABASE_URL") or postgres_url(RUN_FOLDER / "postgres"))}
+DATABASES = {
+    "default": _database(
+        "DATABASE_URL", os.environ.get("DATABASE_URL") or postgres_url(RUN_FOLDER / "postgres")
+    )
+}
 if _url := os.environ.get("SHARD_B_DATABASE_URL"):
     DATABASES["shard_b"] = _database("SHARD_B_DATABASE_URL", _url)
     DATABASE_ROUTERS = ["rides_demo.sharding.TenantRouter"]
@@ -123,7 +128,10 @@ RQ_QUEUES = {"default": {"URL": REDIS_URL, "DEFAULT_TIMEOUT": 60}}
 # The enqueuer sends jobs to RQ inside its transaction, before it deletes them.
 RQ = {"COMMIT_MODE": "auto"}
 
-_mail_backend, _mail_folder = "django.core.mail.backends.filebased.EmailBackend", RUN_FOLDER / "mail"
+_mail_backend, _mail_folder = (
+    "django.core.mail.backends.filebased.EmailBackend",
+    RUN_FOLDER / "mail",
+)
 if django.VERSION >= (6, 1):
     MAILERS = {"default": {"BACKEND": _mail_backend, "OPTIONS": {"file_path": _mail_folder}}}
 else:
@@ -155,7 +163,12 @@ STRIPE_WEBHOOK_SECRET = os.environ.get("STRIPE_WEBHOOK_SECRET") or "whsec_rocket
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"line": {"()": "rides_demo.logs.LineFormatter", "fmt": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "formatters": {
+        "line": {
+            "()": "rides_demo.logs.LineFormatter",
+            "fmt": "%(asctime)s %(levelname)s %(name)s: %(message)s",
+        }
+    },
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
     "loggers": {

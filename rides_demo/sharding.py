@@ -1,4 +1,5 @@
-"""The router of docs/how-to/shard-by-tenant.md, as printed there. The soak uses it: two tenants, each with its own database."""
+"""The router of docs/how-to/shard-by-tenant.md, as printed there. The soak uses it: two tenants,
+each with its own database."""
 
 from contextvars import ContextVar
 

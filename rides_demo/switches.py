@@ -42,7 +42,8 @@ def shown() -> dict[str, Any]:
 @require_GET
 @never_cache
 def charges(request: HttpRequest) -> HttpResponse:
-    """Return the number of charges at the sandbox for the rider's booking with the key ``?key=``; null without a sandbox."""
+    """Return the number of charges at the sandbox for the rider's booking with the key ``?key=``;
+    null without a sandbox."""
     rider = rider_of_session(request)
     if rider is None:
         return _refusal(HTTPStatus.FORBIDDEN, "Sign in first.")
@@ -68,7 +69,8 @@ def stripe(request: HttpRequest) -> HttpResponse:
 
 
 class KillAfterResponse(JsonResponse):
-    """A response that kills ``victim`` after it is sent, because the victim may be the process that sends it."""
+    """A response that kills ``victim`` after it is sent, because the victim may be the process that
+    sends it."""
 
     victim: psutil.Process
 
@@ -79,7 +81,8 @@ class KillAfterResponse(JsonResponse):
 
 @require_POST
 def kill(request: HttpRequest) -> HttpResponse:
-    """Send SIGKILL to the web worker that runs the rider's booking with the posted ``key``, or to this worker if none does.
+    """Send SIGKILL to the web worker that runs the rider's booking with the posted ``key``, or to
+    this worker if none does.
 
     Return 404 unless ``make serve`` runs this worker and the request comes from this machine.
     """
@@ -88,22 +91,29 @@ def kill(request: HttpRequest) -> HttpResponse:
     workers = web_workers.siblings() if request.META.get("REMOTE_ADDR") in LOOPBACK else {}
     if os.getpid() not in workers:
         return _refusal(HTTPStatus.NOT_FOUND, "Only `make serve` has this button.")
-    runs_booking = running.worker_of(_bearer(request.session[SESSION_TOKEN]), request.POST.get("key", ""))
+    runs_booking = running.worker_of(
+        _bearer(request.session[SESSION_TOKEN]), request.POST.get("key", "")
+    )
     victim = runs_booking or workers[os.getpid()]
     response = KillAfterResponse({"pid": victim.pid, "ran_booking": runs_booking is not None})
     response.victim = victim
     return response
 
 
-def register_bookings(get_response: Callable[[HttpRequest], HttpResponse]) -> Callable[[HttpRequest], HttpResponse]:
-    """Return a middleware that registers the worker of each booking; only ``make serve`` uses it."""
+def register_bookings(
+    get_response: Callable[[HttpRequest], HttpResponse],
+) -> Callable[[HttpRequest], HttpResponse]:
+    """Return a middleware that registers the worker of each booking; only ``make serve`` uses
+    it."""
     if not web_workers.siblings():
         raise MiddlewareNotUsed
 
     def middleware(request: HttpRequest) -> HttpResponse:
         if request.method != "POST" or "Idempotency-Key" not in request.headers:
             return get_response(request)
-        with running.entered(request.headers.get("Authorization", ""), request.headers["Idempotency-Key"]):
+        with running.entered(
+            request.headers.get("Authorization", ""), request.headers["Idempotency-Key"]
+        ):
             return get_response(request)
 
     return middleware

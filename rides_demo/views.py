@@ -39,14 +39,18 @@ def refund_abandoned_ride(key: IdempotencyKey) -> HttpResponse:
     if charge_id:
         with key.call("refund") as call:
             payments.refund_charge(charge_id, call.key)
-    message = "The ride could not be booked in time. Nothing was charged, or the charge was refunded."
+    message = (
+        "The ride could not be booked in time. Nothing was charged, or the charge was refunded."
+    )
     return error_response(HTTPStatus.GONE, "ride_abandoned", message)
 
 
 @require_POST
 @token_required
 @idempotent(
-    recovery_points=["ride_created", "charge_created"], validate=ride_parameters_problem, on_abandon=refund_abandoned_ride
+    recovery_points=["ride_created", "charge_created"],
+    validate=ride_parameters_problem,
+    on_abandon=refund_abandoned_ride,
 )
 def create_ride(request: HttpRequest) -> HttpResponse:
     """Book a ride and charge it: local transactions before and after a call to Stripe."""
@@ -55,7 +59,9 @@ def create_ride(request: HttpRequest) -> HttpResponse:
         match recovery_point:
             case "started":
                 with atomic_phase(key) as phase:
-                    ride = Ride.objects.create(user=request.user, idempotency_key=key, **coordinates(request))
+                    ride = Ride.objects.create(
+                        user=request.user, idempotency_key=key, **coordinates(request)
+                    )
                     _audit(request, "ride.created", ride)
                     phase.set_recovery_point("ride_created")
             case "ride_created":
@@ -65,10 +71,17 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                         charge_id = payments.charge_ride(ride, call.key)
                 except payments.PaymentDeclined as declined:
                     with atomic_phase(key) as phase:
-                        phase.set_response(error_response(HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)))
+                        phase.set_response(
+                            error_response(
+                                HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)
+                            )
+                        )
                 except payments.PaymentUnavailable as unavailable:
                     logger.warning("ride %s: the payment is unavailable: %s", ride.pk, unavailable)
-                    return _try_again("payment_unavailable", "The payment provider cannot be reached at the moment.")
+                    return _try_again(
+                        "payment_unavailable",
+                        "The payment provider cannot be reached at the moment.",
+                    )
                 else:
                     with atomic_phase(key) as phase:
                         Ride.objects.filter(pk=ride.pk).update(stripe_charge_id=charge_id)
@@ -78,8 +91,13 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                 # conflict with concurrent bookings.
                 ride = Ride.objects.get(idempotency_key=key)
                 with atomic_phase(key) as phase:
-                    stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk, "shard": ride._state.db})
-                    phase.set_response(ride_response(ride, status=HTTPStatus.CREATED, message=ACCEPTED))
+                    stage_job(
+                        "rides_demo.jobs.send_ride_receipt",
+                        {"ride_id": ride.pk, "shard": ride._state.db},
+                    )
+                    phase.set_response(
+                        ride_response(ride, status=HTTPStatus.CREATED, message=ACCEPTED)
+                    )
     return key.response()
 
 
@@ -108,10 +126,14 @@ def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:
         return error_response(HTTPStatus.PRECONDITION_REQUIRED, "precondition_required", message)
     seen = parse_etags(request.headers["If-Match"])
     if "*" not in seen and ride_etag(ride) not in seen:
-        message = "The ride has changed. Please fetch the ride and repeat the change with its new ETag."
+        message = (
+            "The ride has changed. Please fetch the ride and repeat the change with its new ETag."
+        )
         return error_response(HTTPStatus.PRECONDITION_FAILED, "precondition_failed", message)
     if ride.picked_up_at is not None:
-        return error_response(HTTPStatus.CONFLICT, "ride_picked_up", "The target cannot change after the pick-up.")
+        return error_response(
+            HTTPStatus.CONFLICT, "ride_picked_up", "The target cannot change after the pick-up."
+        )
     for name, value in coordinates(request, TARGET_PARAMETERS).items():
         setattr(ride, name, value)
     ride.save(update_fields=TARGET_PARAMETERS)
@@ -138,7 +160,9 @@ def text_pilot(request: HttpRequest, ride_id: int) -> HttpResponse:
                     call.record(texts.send_text(ride_id, "Your rider is waiting."))
                 except texts.NotSent:
                     call.retryable()
-                    return _try_again("text_unavailable", "The text service cannot be reached at the moment.")
+                    return _try_again(
+                        "text_unavailable", "The text service cannot be reached at the moment."
+                    )
         with atomic_phase(key) as phase:
             phase.set_response(JsonResponse({"message": call.result}, status=HTTPStatus.CREATED))
     return key.response()
@@ -147,7 +171,8 @@ def text_pilot(request: HttpRequest, ride_id: int) -> HttpResponse:
 @require_http_methods(["PUT"])
 @token_required
 def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
-    """Create a ride with an id that the client chose. The id makes the request idempotent, so it needs no key."""
+    """Create a ride with an id that the client chose. The id makes the request idempotent, so it
+    needs no key."""
     try:
         wanted = coordinates(request)
     except BadParameters as problem:
@@ -159,7 +184,9 @@ def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
     except IntegrityError:
         ride = Ride.objects.get(user=request.user, client_ref=client_ref)
         if any(getattr(ride, name) != value for name, value in wanted.items()):
-            return error_response(HTTPStatus.CONFLICT, "ride_differs", "Another ride has this reference.")
+            return error_response(
+                HTTPStatus.CONFLICT, "ride_differs", "Another ride has this reference."
+            )
         return ride_response(ride)
     return ride_response(ride, status=HTTPStatus.CREATED)
 
@@ -179,7 +206,12 @@ def healthz(request: HttpRequest) -> HttpResponse:
 def _try_again(code: str, message: str) -> HttpResponse:
     """Return a 503, which is not stored. A retry continues from the last recovery point."""
     message = f"{message} Please send the same request again."
-    return error_response(HTTPStatus.SERVICE_UNAVAILABLE, code, message, retry_after_seconds=payments.RETRY_AFTER_SECONDS)
+    return error_response(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        code,
+        message,
+        retry_after_seconds=payments.RETRY_AFTER_SECONDS,
+    )
 
 
 def _audit(request: HttpRequest, action: str, ride: Ride) -> None:

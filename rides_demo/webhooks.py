@@ -41,15 +41,27 @@ def stripe_webhook(request: HttpRequest) -> HttpResponse:
         )
         event_id = _id(event.id)
         charge = _charge(event.data.object) if event.type == "charge.succeeded" else None
-    except (ValueError, RecursionError, AttributeError, TypeError, stripe.SignatureVerificationError):
-        return error_response(HTTPStatus.BAD_REQUEST, "signature_invalid", "The event has no valid signature of Stripe.")
+    except (
+        ValueError,
+        RecursionError,
+        AttributeError,
+        TypeError,
+        stripe.SignatureVerificationError,
+    ):
+        return error_response(
+            HTTPStatus.BAD_REQUEST,
+            "signature_invalid",
+            "The event has no valid signature of Stripe.",
+        )
     try:
         with process_once("stripe", event_id) as first:
             if first and charge is not None:
                 _mark_paid(*charge)
     except (MessageInProgress, ChargeNotRecorded):
         message = "This event cannot be processed yet. Please deliver it again."
-        return error_response(HTTPStatus.SERVICE_UNAVAILABLE, "event_too_early", message, retry_after_seconds=1)
+        return error_response(
+            HTTPStatus.SERVICE_UNAVAILABLE, "event_too_early", message, retry_after_seconds=1
+        )
     except (OperationalError, InterfaceError):
         return database_unavailable()
     return HttpResponse(status=HTTPStatus.OK)
@@ -79,4 +91,6 @@ def _mark_paid(charge_id: str, customer_id: str | None, ride_id: str) -> None:
         return
     if ride.stripe_charge_id is None:
         raise ChargeNotRecorded
-    Ride.objects.filter(pk=ride.pk, stripe_charge_id=charge_id, paid_at__isnull=True).update(paid_at=Now())
+    Ride.objects.filter(pk=ride.pk, stripe_charge_id=charge_id, paid_at__isnull=True).update(
+        paid_at=Now()
+    )

@@ -1,8 +1,9 @@
 """The German texts of the app: the messages of the code and the messages of the catalogue.
 
-``python -m tests.catalogue`` adds new messages to ``django.po`` with an empty translation, removes messages that the code no
-longer has, and writes ``django.mo``. It needs only Python.
+``python -m tests.catalogue`` adds new messages to ``django.po`` with an empty translation, removes
+messages that the code no longer has, and writes ``django.mo``. It needs only Python.
 """
+
 # ruff: noqa: T201 - it prints what is not translated
 
 import ast
@@ -20,7 +21,18 @@ PO = APP / "locale" / "de" / "LC_MESSAGES" / "django.po"
 #: Pages for the clients of the API, not for users of the admin.
 NOT_TRANSLATED = ("templates/idempotency/problem.html",)
 #: Messages that Django's admin already has in each of its languages.
-OF_DJANGO = frozenset({" By %(filter_title)s ", "%(counter)s result", "Empty", "Filter", "Home", "Search", "name", "user"})
+OF_DJANGO = frozenset(
+    {
+        " By %(filter_title)s ",
+        "%(counter)s result",
+        "Empty",
+        "Filter",
+        "Home",
+        "Search",
+        "name",
+        "user",
+    }
+)
 #: The arguments of the functions that mark a message: context, text and plural of the message.
 _MARKS = {
     **dict.fromkeys(("_", "gettext", "gettext_lazy", "gettext_noop"), ("text",)),
@@ -41,7 +53,8 @@ class Message(NamedTuple):
 
 
 def used() -> dict[Message, list[str]]:
-    """Return the messages of the code and the templates, each with its files, except the messages of Django."""
+    """Return the messages of the code and the templates, each with its files, except the messages
+    of Django."""
     found: dict[Message, list[str]] = {}
     for pattern, messages_of in (("*.py", _of_code), ("*.html", _of_template)):
         for path in sorted(APP.rglob(pattern)):
@@ -54,9 +67,17 @@ def used() -> dict[Message, list[str]]:
 
 def _of_code(source: str) -> Iterator[Message]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _MARKS:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in _MARKS
+        ):
             names = _MARKS[node.func.id]
-            values = [ast.literal_eval(value) for value in node.args[: len(names)] if isinstance(value, ast.Constant)]
+            values = [
+                ast.literal_eval(value)
+                for value in node.args[: len(names)]
+                if isinstance(value, ast.Constant)
+            ]
             if len(values) == len(names):  # Otherwise the message is marked elsewhere.
                 yield Message(**dict(zip(names, values, strict=True)))
 
@@ -68,7 +89,8 @@ def _of_template(source: str) -> Iterator[Message]:
 
 
 def read(text: str) -> dict[Message, list[str]]:
-    """Return the messages of a .po file with their translations, one for each form. The first entry is the header."""
+    """Return the messages of a .po file with their translations, one for each form. The first entry
+    is the header."""
     entries: dict[Message, list[str]] = {}
     for block in text.split("\n\n"):
         fields: dict[str, str] = {}
@@ -81,7 +103,9 @@ def read(text: str) -> dict[Message, list[str]]:
             fields[name] = fields.get(name, "") + ast.literal_eval(line)
         if fields:
             forms = [value for field, value in fields.items() if field.startswith("msgstr")]
-            message = Message(fields.get("msgctxt", ""), fields["msgid"], fields.get("msgid_plural", ""))
+            message = Message(
+                fields.get("msgctxt", ""), fields["msgid"], fields.get("msgid_plural", "")
+            )
             if message in entries:
                 raise ValueError(f"twice in the catalogue: {message}")
             entries[message] = forms
@@ -89,7 +113,8 @@ def read(text: str) -> dict[Message, list[str]]:
 
 
 def compiled(entries: dict[Message, list[str]]) -> bytes:
-    """Return the .mo file: a table of the sorted messages, a table of the translations, the texts."""
+    """Return the .mo file: a table of the sorted messages, a table of the translations, the
+    texts."""
     texts = sorted((_key(message), "\0".join(forms).encode()) for message, forms in entries.items())
     begin = 7 * 4 + 2 * 8 * len(texts)
     tables, data = [], b""
@@ -116,7 +141,9 @@ def _written(message: Message, forms: list[str], files: list[str]) -> str:
     if not message.plural:
         return "\n".join([*lines, f"msgstr {_quoted(forms[0])}"])
     lines.append(f"msgid_plural {_quoted(message.plural)}")
-    return "\n".join(lines + [f"msgstr[{number}] {_quoted(form)}" for number, form in enumerate(forms)])
+    return "\n".join(
+        lines + [f"msgstr[{number}] {_quoted(form)}" for number, form in enumerate(forms)]
+    )
 
 
 def _quoted(text: str) -> str:
@@ -129,12 +156,18 @@ def main() -> int:
     text = PO.read_text()
     header, known = text.split("\n\n")[0], read(text)
     files = used()
-    messages = {message: known.get(message) or [""] * (2 if message.plural else 1) for message in files}
+    messages = {
+        message: known.get(message) or [""] * (2 if message.plural else 1) for message in files
+    }
     blocks = [_written(message, forms, files[message]) for message, forms in messages.items()]
     PO.write_text("\n\n".join([header, *blocks]) + "\n")
     PO.with_suffix(".mo").write_bytes(compiled(read(PO.read_text())))
     missing = [message.text for message, forms in messages.items() if not all(forms)]
-    print("\n".join([*(f"not translated: {text}" for text in missing), f"{len(messages)} messages in {PO}"]))
+    print(
+        "\n".join(
+            [*(f"not translated: {text}" for text in missing), f"{len(messages)} messages in {PO}"]
+        )
+    )
     return 1 if missing else 0
 
 

@@ -1,4 +1,5 @@
-"""The services of a test run: one PostgreSQL for the whole run, and a Redis for each process that needs one."""
+"""The services of a test run: one PostgreSQL for the whole run, and a Redis for each process that
+needs one."""
 
 import os
 import random
@@ -34,44 +35,88 @@ ORDER = os.environ.get("TEST_ORDER", "")
 NOT_BEHIND_A_POOLER = {
     "test_two_schemas_of_one_database_are_two": "it sets what belongs to a session",
     "test_a_role_that_may_read_nothing_but_the_tables_is_enough": "a pooler chooses the role",
-    "test_a_result_is_written_on_a_new_connection_when_the_old_one_broke": "a pooler chooses the connection to the server",
-    "test_a_result_is_kept_when_the_database_comes_back": "a pooler keeps its connections to the server",
-    "test_threads_stop_between_keys_and_leave_no_connection": "a pooler keeps its connections to the server",
-    "test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default": "it sets what belongs to a session",
-    "test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default": "it sets what belongs to a session",
+    "test_a_result_is_written_on_a_new_connection_when_the_old_one_broke": (
+        "a pooler chooses the connection to the server"
+    ),
+    "test_a_result_is_kept_when_the_database_comes_back": (
+        "a pooler keeps its connections to the server"
+    ),
+    "test_threads_stop_between_keys_and_leave_no_connection": (
+        "a pooler keeps its connections to the server"
+    ),
+    "test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default": (
+        "it sets what belongs to a session"
+    ),
+    "test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default": (
+        "it sets what belongs to a session"
+    ),
     "test_a_first_request_that_a_twin_outran_takes_its_scope": "it sets what belongs to a session",
-    "test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can": "it sets what belongs to a session",
+    "test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can": (
+        "it sets what belongs to a session"
+    ),
     "test_52_read_only_connection_is_not_used_again": "it sets what belongs to a session",
-    "test_52_database_made_read_only_between_two_phases_is_a_503_and_the_retry_resumes": "it sets what belongs to a session",
-    "test_52_request_to_a_read_only_database_is_a_503_and_the_view_does_not_run": "a pooler keeps its connections",
+    "test_52_database_made_read_only_between_two_phases_is_a_503_and_the_retry_resumes": (
+        "it sets what belongs to a session"
+    ),
+    "test_52_request_to_a_read_only_database_is_a_503_and_the_view_does_not_run": (
+        "a pooler keeps its connections"
+    ),
     "test_52_standby_is_a_503_until_it_is_promoted": "a pooler keeps its connections",
     "test_a_loop_says_once_that_the_database_takes_no_writes": "a pooler keeps its connections",
     "test_a_database_that_takes_no_writes_does_not_answer": "a pooler keeps its connections",
-    "test_a_delivery_to_a_read_only_database_is_one_to_a_lost_database": "a pooler keeps its connections",
-    "test_a_command_says_in_one_line_that_the_database_takes_no_writes": "a pooler keeps its connections",
-    "test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again": "it sets what belongs to a session",
-    "test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back": "a pooler keeps its connections",
+    "test_a_delivery_to_a_read_only_database_is_one_to_a_lost_database": (
+        "a pooler keeps its connections"
+    ),
+    "test_a_command_says_in_one_line_that_the_database_takes_no_writes": (
+        "a pooler keeps its connections"
+    ),
+    "test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again": (
+        "it sets what belongs to a session"
+    ),
+    "test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back": (
+        "a pooler keeps its connections"
+    ),
     "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
     "test_a_barrier_that_would_pass_for_nothing_is_refused": "it sets what belongs to a session",
-    "test_a_connection_that_loses_its_statements_once_prepares_them_again": "it sets what belongs to a session",
-    "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "it sets what belongs to a session",
-    "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": "it sets what belongs to a session",
+    "test_a_connection_that_loses_its_statements_once_prepares_them_again": (
+        "it sets what belongs to a session"
+    ),
+    "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": (
+        "it sets what belongs to a session"
+    ),
+    "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": (
+        "it sets what belongs to a session"
+    ),
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
     "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",
-    "test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next": "it sets what belongs to a session",
+    "test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next": (
+        "it sets what belongs to a session"
+    ),
     "test_58_a_request_only_lowers_the_limits_of_the_role": "it sets what belongs to a session",
-    "test_58_a_limit_that_changes_between_requests_is_not_raised": "it sets what belongs to a session",
+    "test_58_a_limit_that_changes_between_requests_is_not_raised": (
+        "it sets what belongs to a session"
+    ),
     "test_58_a_message_only_lowers_the_limits_of_the_role": "it sets what belongs to a session",
-    "test_58_a_delivery_waits_for_another_one_no_longer_than_the_role_allows": "it sets what belongs to a session",
+    "test_58_a_delivery_waits_for_another_one_no_longer_than_the_role_allows": (
+        "it sets what belongs to a session"
+    ),
     "test_58_the_limits_take_no_snapshot": "it sets what belongs to a session",
     "test_round_trips_under_stricter_limits": "it sets what belongs to a session",
 }
 NOT_WITH_A_POOL = {
-    "test_a_claim_runs_on_the_connection_that_a_health_check_opens": "a pooler chooses the connection that follows a lost one",
-    "test_phased_view_costs_a_claim_and_its_replay_one_statement": "statements prepared by an earlier test have no text",
-    "test_18_database_that_is_not_reachable_is_a_503_and_the_view_does_not_run": "the pool has connections to the old address",
-    "test_a_connection_cut_around_commit_leaves_one_effect": "the pool has connections to the old address",
+    "test_a_claim_runs_on_the_connection_that_a_health_check_opens": (
+        "a pooler chooses the connection that follows a lost one"
+    ),
+    "test_phased_view_costs_a_claim_and_its_replay_one_statement": (
+        "statements prepared by an earlier test have no text"
+    ),
+    "test_18_database_that_is_not_reachable_is_a_503_and_the_view_does_not_run": (
+        "the pool has connections to the old address"
+    ),
+    "test_a_connection_cut_around_commit_leaves_one_effect": (
+        "the pool has connections to the old address"
+    ),
     "test_a_garbled_reply_is_a_broken_connection": "the pool has connections to the old address",
 }
 #: Tests of merged round trips, which do not apply if round trips are not merged.
@@ -81,14 +126,21 @@ ONLY_MERGED = {
     "test_round_trips_under_stricter_limits": "each statement is a round trip",
     "test_no_statement_uses_a_cursor": "each statement is a message",
     "test_an_interrupt_after_commit_does_not_skip_the_next_one": "each statement is a message",
-    "test_a_connection_that_loses_its_statements_once_prepares_them_again": "psycopg prepares the statements",
-    "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "psycopg prepares the statements",
-    "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": "psycopg prepares the statements",
+    "test_a_connection_that_loses_its_statements_once_prepares_them_again": (
+        "psycopg prepares the statements"
+    ),
+    "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": (
+        "psycopg prepares the statements"
+    ),
+    "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": (
+        "psycopg prepares the statements"
+    ),
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start PostgreSQL in the folder of the settings; the workers of pytest-xdist use the running server."""
+    """Start PostgreSQL in the folder of the settings; the workers of pytest-xdist use the running
+    server."""
     tables.install()
     if UNMERGED:
         from idempotency._engine import round_trips
@@ -97,12 +149,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tiers, "tiers")
     behind_pgbouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
     if behind_pgbouncer:
-        # A database cannot be dropped while PgBouncer has connections to it. The folder of the run is removed anyway.
+        # A database cannot be dropped while PgBouncer has connections to it. The folder of the run
+        # is removed anyway.
         config.option.reuse_db = True
-    if hasattr(config, "workerinput") or "RIDES_TEST_POSTGRES" not in os.environ or config.option.collectonly:
+    if (
+        hasattr(config, "workerinput")
+        or "RIDES_TEST_POSTGRES" not in os.environ
+        or config.option.collectonly
+    ):
         return
     _remove_what_killed_runs_left()
-    server = config.stash[POSTGRES] = HastyPostgres(settings.TEST_FOLDER / "postgres", max_connections=200)
+    server = config.stash[POSTGRES] = HastyPostgres(
+        settings.TEST_FOLDER / "postgres", max_connections=200
+    )
     try:
         server.start()
     except ProcessError as error:
@@ -113,7 +172,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _start_pgbouncer(config: pytest.Config, server: Postgres) -> None:
     try:
-        config.stash[PGBOUNCER] = pgbouncer.start(settings.TEST_FOLDER / "pgbouncer", server.sockets)
+        config.stash[PGBOUNCER] = pgbouncer.start(
+            settings.TEST_FOLDER / "pgbouncer", server.sockets
+        )
     except debian.NotToBeHad as error:
         pytest.exit(f"skipped behind PgBouncer: {error}", 0)
 
@@ -137,12 +198,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Print the order of the tests."""
-    return f"order: shuffled by TEST_ORDER={ORDER}" if ORDER else "order: as collected (TEST_ORDER=<a seed> shuffles)"
+    return (
+        f"order: shuffled by TEST_ORDER={ORDER}"
+        if ORDER
+        else "order: as collected (TEST_ORDER=<a seed> shuffles)"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shuffle the tests if a seed is given. Skip tests of PostgreSQL on other databases, and some tests behind a pooler."""
+    """Shuffle the tests if a seed is given. Skip tests of PostgreSQL on other databases, and some
+    tests behind a pooler."""
     if ORDER:
         random.Random(ORDER).shuffle(items)
     if "postgresql" in settings.DATABASES["default"]["ENGINE"]:
@@ -167,11 +233,16 @@ def _skip_behind_poolers(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[Redis | None]:
-    """Run the Redis of ``RQ_QUEUES``; yield None if ``REDIS_URL`` names a server, whose database must be empty."""
+    """Run the Redis of ``RQ_QUEUES``; yield None if ``REDIS_URL`` names a server, whose database
+    must be empty."""
     if os.environ.get("REDIS_URL"):
         with redis.Redis.from_url(settings.REDIS_URL) as connection:
             if connection.dbsize():
-                pytest.exit("The tests empty the Redis of REDIS_URL, and it holds something. Name an empty database of it.", 4)
+                pytest.exit(
+                    "The tests empty the Redis of REDIS_URL, and it holds something. Name an empty"
+                    " database of it.",
+                    4,
+                )
         yield None
         return
     with Redis(settings.RUN_FOLDER / "redis") as server:
@@ -189,7 +260,8 @@ def broker(redis_server: Redis | None) -> Iterator["redis.Redis"]:
 @pytest.fixture
 def planted(settings: Settings) -> "Planted":
     """Return secrets that no report of an error may show; those of the settings are set."""
-    from tests.kit.frames import plant  # models cannot be imported when pytest collects its fixtures
+    # models cannot be imported when pytest collects its fixtures
+    from tests.kit.frames import plant
 
     return plant(settings)
 

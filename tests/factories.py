@@ -45,7 +45,9 @@ class IdempotencyKeyFactory(DjangoModelFactory):
         finished = factory.Trait(
             recovery_point="finished",
             finished_at=factory.LazyFunction(timezone.now),
-            expires_at=factory.LazyAttribute(lambda key: key.finished_at + timedelta(hours=key.retention_hours)),
+            expires_at=factory.LazyAttribute(
+                lambda key: key.finished_at + timedelta(hours=key.retention_hours)
+            ),
             response_code=201,
             response_headers={"Content-Type": "application/json"},
             response_body=b"{}",

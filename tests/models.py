@@ -9,7 +9,9 @@ class Entry(models.Model):
     """What a view under test has done."""
 
     name = models.CharField(max_length=100)
-    idempotency_key = models.OneToOneField(IdempotencyKey, null=True, on_delete=models.SET_NULL, related_name="+")
+    idempotency_key = models.OneToOneField(
+        IdempotencyKey, null=True, on_delete=models.SET_NULL, related_name="+"
+    )
 
     class Meta:
         app_label = "tests"

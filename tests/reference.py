@@ -1,7 +1,8 @@
 """The generated parts of the reference: ``python -m tests.reference`` writes them into the pages.
 
-A page has a pair of comments around each generated part; the rest of the page is written by hand. The result is committed, so
-that the pages are readable in the repository. ``tests/docs/test_reference.py`` compares the pages with the code.
+A page has a pair of comments around each generated part; the rest of the page is written by hand.
+The result is committed, so that the pages are readable in the repository.
+``tests/docs/test_reference.py`` compares the pages with the code.
 """
 
 import argparse
@@ -49,17 +50,19 @@ KINDS = {
 #: Notes for fields that need one, and have no help text in the code.
 NOTES = {
     "IdempotencyKey.user": (
-        "The user who sent the request; null without a signed-in user. The database has no constraint for this column."
+        "The user who sent the request; null without a signed-in user. The database has no"
+        " constraint for this column."
     ),
     "IdempotencyKey.created_at": "Time of the first claim.",
     "IdempotencyKey.finished_at": "Time at which the response was stored.",
     "IdempotencyKey.stuck_at": "Time at which the key was marked as stuck.",
     "IdempotencyKey.completer_attempts": (
-        "Number of runs by the completer since the key was created, handed back, or marked as stuck with "
-        "`unknown_recovery_point`."
+        "Number of runs by the completer since the key was created, handed back, or marked as stuck"
+        " with `unknown_recovery_point`."
     ),
     "IdempotencyKey.request_headers": (
-        "The headers that a second run of a phased view needs, and the values of `keep=`. No credentials and no cookies."
+        "The headers that a second run of a phased view needs, and the values of `keep=`. No"
+        " credentials and no cookies."
     ),
     "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
     "IdempotencyKey.seed": "Random bytes, from which `derive()` makes downstream keys.",
@@ -71,23 +74,41 @@ NOTES = {
     "DownstreamCall.key": "The request that made it.",
     "DownstreamCall.name": "The name of the call, which the view chooses.",
     "DownstreamCall.result": "The value that was passed to `record()`.",
-    "ProcessedMessage.source": "The sender of the message, such as `stripe`; `staged-job` for a staged job.",
+    "ProcessedMessage.source": (
+        "The sender of the message, such as `stripe`; `staged-job` for a staged job."
+    ),
     "ProcessedMessage.message_id": "The id that the sender gave to the message.",
 }
 #: The options that Django adds to every command.
 COMMON_OPTIONS = {
-    *("-h", "--help", "--version", "-v", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color"),
+    *(
+        "-h",
+        "--help",
+        "--version",
+        "-v",
+        "--verbosity",
+        "--settings",
+        "--pythonpath",
+        "--traceback",
+        "--no-color",
+    ),
     *("--force-color", "--skip-checks"),
 }
 
 
 def settings_table() -> str:
-    """Return each setting with its default, unit and meaning. Raises KeyError if a setting has no comment in the code."""
+    """Return each setting with its default, unit and meaning. Raises KeyError if a setting has no
+    comment in the code."""
     from idempotency.conf import Settings
 
     comments = _comments(Settings)
     rows = [
-        (f"`{field.name}`", f"`{written(getattr(Settings(), field.name))}`", unit_of(field), comments[field.name])
+        (
+            f"`{field.name}`",
+            f"`{written(getattr(Settings(), field.name))}`",
+            unit_of(field),
+            comments[field.name],
+        )
         for field in fields(Settings)
     ]
     return _table(("name", "default", "unit or kind", "meaning"), rows)
@@ -101,10 +122,14 @@ def credentials_list() -> str:
 
 
 def unit_of(field: Any) -> str:
-    """Return the unit of a setting, or its kind of value. Raises KeyError if UNITS and KINDS have neither."""
+    """Return the unit of a setting, or its kind of value. Raises KeyError if UNITS and KINDS have
+    neither."""
     if field.type is bool:  # The name may end like the name of a number: COUNT_REQUESTS.
         return KINDS[bool]
-    return next((unit for end, unit in UNITS.items() if field.name.endswith(end)), None) or KINDS[field.name]
+    return (
+        next((unit for end, unit in UNITS.items() if field.name.endswith(end)), None)
+        or KINDS[field.name]
+    )
 
 
 def written(value: object) -> str:
@@ -132,7 +157,9 @@ def _model(model: Any) -> str:
     rows = [
         (f"`{field.name}`", _kind_of(field), _note_of(model, field))
         for field in meta.concrete_fields
-        if not (field.primary_key and field.name == "id" and field.get_internal_type() == "BigAutoField")
+        if not (
+            field.primary_key and field.name == "id" and field.get_internal_type() == "BigAutoField"
+        )
     ]
     parts = [f"## {model.__name__}", _first(model.__doc__), _table(("field", "kind", "note"), rows)]
     if rules := [_rule(constraint) for constraint in meta.constraints]:
@@ -146,7 +173,11 @@ def _model(model: Any) -> str:
 
 def _kind_of(field: Any) -> str:
     kind = field.get_internal_type()
-    length = f", at most {field.max_length} characters" if getattr(field, "max_length", None) and "Char" in kind else ""
+    length = (
+        f", at most {field.max_length} characters"
+        if getattr(field, "max_length", None) and "Char" in kind
+        else ""
+    )
     name = {
         "CharField": "text",
         "TextField": "text",
@@ -199,10 +230,14 @@ def _command(name: str, command: Any) -> str:
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) or COMMON_OPTIONS & {*action.option_strings}:
+        if isinstance(action, argparse._SubParsersAction) or COMMON_OPTIONS & {
+            *action.option_strings
+        }:
             continue
         name = ", ".join(action.option_strings) or f"{action.metavar} ..."
-        value = f" {action.metavar or 'ALIAS'}" if action.option_strings and action.nargs != 0 else ""
+        value = (
+            f" {action.metavar or 'ALIAS'}" if action.option_strings and action.nargs != 0 else ""
+        )
         yield f"`{name}{value}`", (action.help or "") % {"default": action.default}
 
 
@@ -216,7 +251,9 @@ def errors_table() -> str:
         if issubclass(kind, exceptions.IdempotencyError) and kind is not exceptions.IdempotencyError
     ]
     found.sort(key=lambda kind: inspect.getsourcelines(kind)[1])
-    return _table(("exception", "meaning"), [(f"`{kind.__name__}`", _first(kind.__doc__)) for kind in found])
+    return _table(
+        ("exception", "meaning"), [(f"`{kind.__name__}`", _first(kind.__doc__)) for kind in found]
+    )
 
 
 def metrics_table() -> str:
@@ -296,7 +333,9 @@ def _wrapped(text: str) -> str:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def main() -> None:
@@ -309,7 +348,10 @@ if __name__ == "__main__":
     import django
     from django.core.management import call_command
 
-    os.environ |= {"DJANGO_SETTINGS_MODULE": "rides_demo.settings", "DATABASE_URL": "sqlite://:memory:"}
+    os.environ |= {
+        "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
+        "DATABASE_URL": "sqlite://:memory:",
+    }
     django.setup()
     call_command("migrate", verbosity=0)  # of a database in memory, which the metrics query
     main()

@@ -1,7 +1,8 @@
-"""Settings of the tests: those of the demo, on services of their own unless ``DATABASE_URL`` / ``REDIS_URL`` name others.
+"""Settings of the tests: those of the demo, on services of their own unless ``DATABASE_URL`` /
+``REDIS_URL`` name others.
 
-``RIDES_TEST_PGBOUNCER=1`` puts PgBouncer in transaction mode before the PostgreSQL of its own; ``RIDES_TEST_POOL=1`` lets
-Django keep a pool of connections.
+``RIDES_TEST_PGBOUNCER=1`` puts PgBouncer in transaction mode before the PostgreSQL of its own;
+``RIDES_TEST_POOL=1`` lets Django keep a pool of connections.
 """
 
 import os
@@ -9,19 +10,30 @@ import tempfile
 from copy import deepcopy
 from pathlib import Path
 
-#: Short, because the paths of unix sockets are; the first process of a run chooses, the workers of pytest-xdist inherit it.
-TEST_FOLDER = Path(os.environ.setdefault("RIDES_TEST_FOLDER", f"{tempfile.gettempdir()}/rides-tests-{os.getpid()}"))
+#: Short, because the paths of unix sockets are; the first process of a run chooses, the workers of
+#: pytest-xdist inherit it.
+TEST_FOLDER = Path(
+    os.environ.setdefault("RIDES_TEST_FOLDER", f"{tempfile.gettempdir()}/rides-tests-{os.getpid()}")
+)
 os.environ["RIDES_RUN_FOLDER"] = str(TEST_FOLDER / os.environ.get("PYTEST_XDIST_WORKER", "main"))
 
 if "DATABASE_URL" not in os.environ:
     from rides_demo.processes.embedded import postgres_url
 
     _bouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
-    os.environ["DATABASE_URL"] = postgres_url(TEST_FOLDER / ("pgbouncer" if _bouncer else "postgres"))
+    os.environ["DATABASE_URL"] = postgres_url(
+        TEST_FOLDER / ("pgbouncer" if _bouncer else "postgres")
+    )
     os.environ["RIDES_TEST_POSTGRES"] = "embedded"
 
 from rides_demo.settings import *  # noqa: E402, F403
-from rides_demo.settings import BASE_DIR, DATABASES, IDEMPOTENCY, INSTALLED_APPS, LOGGING  # noqa: E402
+from rides_demo.settings import (
+    BASE_DIR,
+    DATABASES,
+    IDEMPOTENCY,
+    INSTALLED_APPS,
+    LOGGING,
+)  # noqa: E402
 
 
 def _pooler(section: str) -> str:
@@ -46,12 +58,16 @@ elif os.environ.get("RIDES_TEST_PGBOUNCER") == "1":
 if os.environ.get("RIDES_TEST_POOL") == "1":
     exec(_pooler("Django's pool"))
     DATABASES["default"]["OPTIONS"]["pool"]["max_size"] = 80  # As many threads as a test has.
-# The tests of the app run at the default level of a Django project, which those of the demo do not change.
+# The tests of the app run at the default level of a Django project, which those of the demo do not
+# change.
 DATABASES["default"]["OPTIONS"].pop("isolation_level", None)
 IDEMPOTENCY.pop("PHASE_ISOLATION")
-# A second database, for the tests of sharding: pytest-django makes it in a run that has some of them; processes get its name.
+# A second database, for the tests of sharding: pytest-django makes it in a run that has some of
+# them; processes get its name.
 DATABASES["shard_b"] = deepcopy(DATABASES["default"])
-DATABASES["shard_b"]["NAME"] = os.environ.get("RIDES_TEST_SHARD_B", f"{DATABASES['default']['NAME']}_b")
+DATABASES["shard_b"]["NAME"] = os.environ.get(
+    "RIDES_TEST_SHARD_B", f"{DATABASES['default']['NAME']}_b"
+)
 if "sqlite" in DATABASES["shard_b"]["ENGINE"]:
     DATABASES["shard_b"]["TEST"] = {"NAME": str(TEST_FOLDER / "test_b.sqlite3")}
 # Only what the tests look at.

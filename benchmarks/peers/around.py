@@ -10,7 +10,8 @@ from benchmarks import views
 
 
 def work() -> dict[str, int]:
-    """Do the work in a separate transaction, like the bare view; return the JSON of the response."""
+    """Do the work in a separate transaction, like the bare view; return the JSON of the
+    response."""
     with transaction.atomic():
         return {"id": views.work()}
 

@@ -1,7 +1,9 @@
-"""DBOS: the ride as a workflow of three exactly-once transactions and a step, with the client's key as workflow id.
+"""DBOS: the ride as a workflow of three exactly-once transactions and a step, with the client's key
+as workflow id.
 
-The system tables of DBOS are in the same database as the work, as its documentation permits for PostgreSQL. Transactions run at
-its default level, SERIALIZABLE, like the phases of this app. DBOS does not compare the arguments of a repeated id.
+The system tables of DBOS are in the same database as the work, as its documentation permits for
+PostgreSQL. Transactions run at its default level, SERIALIZABLE, like the phases of this app. DBOS
+does not compare the arguments of a repeated id.
 """
 
 import os
@@ -43,7 +45,11 @@ def _view(request: HttpRequest) -> HttpResponse:
 
 def prepare() -> None:
     """Launch DBOS in this process."""
-    config: DBOSConfig = {"name": "bench", "system_database_url": os.environ["DATABASE_URL"], "log_level": "ERROR"}
+    config: DBOSConfig = {
+        "name": "bench",
+        "system_database_url": os.environ["DATABASE_URL"],
+        "log_level": "ERROR",
+    }
     DBOS(config=config)
     DBOS.launch()
 

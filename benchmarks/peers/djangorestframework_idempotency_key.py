@@ -1,8 +1,8 @@
 """djangorestframework-idempotency-key: its middleware, and its decorator for views with one step.
 
-The decorator is applied to a method of an APIView. The middleware claims in one transaction. The decorator runs the work and
-stores the response in a second transaction, and the middleware releases the lock in a third one. Keys have no scope: all
-callers share them.
+The decorator is applied to a method of an APIView. The middleware claims in one transaction. The
+decorator runs the work and stores the response in a second transaction, and the middleware releases
+the lock in a third one. Keys have no scope: all callers share them.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
-"""idemkit: its mixin for Django REST Framework with its PostgreSQL backend (asyncpg, with a pool in a separate thread).
+"""idemkit: its mixin for Django REST Framework with its PostgreSQL backend (asyncpg, with a pool in
+a separate thread).
 
-The record is outside the transaction of the view. ``wait_timeout_seconds=0`` rejects a duplicate at once, like the views of
-this app by default. All other settings have their defaults.
+The record is outside the transaction of the view. ``wait_timeout_seconds=0`` rejects a duplicate at
+once, like the views of this app by default. All other settings have their defaults.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ def _scope(request: Any) -> str:
 
 
 _backend = PostgresBackend.from_url(os.environ["DATABASE_URL"])
-_Idempotent = idempotent_view(backend=_backend, config=HttpConfig(scope=_scope, wait_timeout_seconds=0))
+_Idempotent = idempotent_view(
+    backend=_backend, config=HttpConfig(scope=_scope, wait_timeout_seconds=0)
+)
 
 
 class _View(_Idempotent, rest.View):

@@ -1,4 +1,5 @@
-"""Common code of the peers on Django REST Framework: a user without a query, and the bare view in the framework."""
+"""Common code of the peers on Django REST Framework: a user without a query, and the bare view in
+the framework."""
 
 from typing import Any
 
@@ -24,7 +25,9 @@ class OneUser(BaseAuthentication):
 
 def create_user() -> None:
     """Create the row of the user."""
-    get_user_model().objects.get_or_create(pk=USER_ID, defaults={"username": "bench", "email": "bench@rocketrides.example"})
+    get_user_model().objects.get_or_create(
+        pk=USER_ID, defaults={"username": "bench", "email": "bench@rocketrides.example"}
+    )
 
 
 class View(APIView):

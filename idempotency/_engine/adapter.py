@@ -1,4 +1,5 @@
-"""What the engine asks of an adapter: the work of one run, what becomes of its result, and the work of a stored key.
+"""What the engine asks of an adapter: the work of one run, what becomes of its result, and the work
+of a stored key.
 
 The adapter of HTTP is ``idempotency._http``: its work is a view with a request.
 """
@@ -61,7 +62,8 @@ class Work(Protocol):
         """Return the isolation level of a plain run."""
 
     def other_databases(self, using: str) -> list[str]:
-        """Return the databases other than that of the key whose transactions a plain run opens and commits."""
+        """Return the databases other than that of the key whose transactions a plain run opens and
+        commits."""
 
     def refuse_outer_transaction(self, using: str) -> None:
         """Raise RuntimeError if a plain run must not be a savepoint of the open transaction."""
@@ -76,10 +78,12 @@ class Work(Protocol):
         """Return the outcome for a value that the work returns, or that a phase stores."""
 
     def outcome_of(self, error: Exception) -> Outcome | None:
-        """Return the outcome for an exception of the work, which its framework may handle; or None to raise it."""
+        """Return the outcome for an exception of the work, which its framework may handle; or None
+        to raise it."""
 
     def refusal_of(self, error: Exception) -> Outcome | None:
-        """Return the outcome for an exception that is raised and refuses the caller, as a 4xx does; else None."""
+        """Return the outcome for an exception that is raised and refuses the caller, as a 4xx does;
+        else None."""
 
     def refuse_unstorable(self, value: Any) -> None:
         """Raise ResponseNotStorable for a value that a phase must not store."""
@@ -100,7 +104,8 @@ class Work(Protocol):
         """Restore the state before the first attempt. Return False if that is not possible."""
 
     def note_committed(self) -> None:
-        """Record that the work is committed: ``is_committed`` is True, and ``put_back`` does nothing."""
+        """Record that the work is committed: ``is_committed`` is True, and ``put_back`` does
+        nothing."""
 
     def put_back(self) -> None:
         """Restore the state in memory after a rollback, unless the work is committed."""
@@ -148,7 +153,8 @@ class Abandoned:
 
 
 class StoredWork(Protocol):
-    """The work of a stored key, made from its row. Its methods run in the environment of the key."""
+    """The work of a stored key, made from its row. Its methods run in the environment of the
+    key."""
 
     #: Whether all parts of the work are stored. If not, only the client can send it again.
     is_whole: bool
@@ -175,15 +181,16 @@ class Adapter(Protocol):
     """A kind of work, for processes that know only the row of a key."""
 
     def with_stored_work(self, key: ClaimedKey, use: Callable[[StoredWork], Any]) -> Any:
-        """Call ``use`` with the stored work of a key, in the environment of the key, and return its result."""
+        """Call ``use`` with the stored work of a key, in the environment of the key, and return its
+        result."""
 
     def answer(self, value: Any) -> StoredResponse:
-        """Return what is stored of the value with which an operator answers a key. Raises ValueError with the reason why the
-        value cannot finish a key."""
+        """Return what is stored of the value with which an operator answers a key. Raises
+        ValueError with the reason why the value cannot finish a key."""
 
 
-#: The adapters by the request method of their keys; that of HTTP has all other methods. The method of another adapter
-#: contains a space, so that no client can send it.
+#: The adapters by the request method of their keys; that of HTTP has all other methods. The method
+#: of another adapter contains a space, so that no client can send it.
 _adapters: dict[str, Adapter] = {}
 HTTP = "HTTP"
 
@@ -199,6 +206,7 @@ def adapter_of(method: str) -> Adapter:
 
 
 def with_stored_work(key: ClaimedKey, use: Callable[[StoredWork], Result]) -> Result:
-    """Call ``use`` with the stored work of a key, in the environment of the key, and return its result."""
+    """Call ``use`` with the stored work of a key, in the environment of the key, and return its
+    result."""
     result: Result = adapter_of(key.request_method).with_stored_work(key, use)
     return result

@@ -1,7 +1,8 @@
 """Two aliases of one database: an alias is not an identity, so the servers are asked.
 
-A project may name its database twice, for example to migrate without a pooler. If a loop or ``using=`` names the second alias,
-phases and the inbox run on one connection, and the queries of the project on another one. Then they share no transaction.
+A project may name its database twice, for example to migrate without a pooler. If a loop or
+``using=`` names the second alias, phases and the inbox run on one connection, and the queries of
+the project on another one. Then they share no transaction.
 """
 
 import random
@@ -17,7 +18,8 @@ from idempotency.models import IdempotencyKey
 
 
 def routed_twin(alias: str) -> str | None:
-    """Return the alias to which the router writes keys, if it is another alias of the same tables; otherwise None.
+    """Return the alias to which the router writes keys, if it is another alias of the same tables;
+    otherwise None.
 
     Raises OperationalError if one of the two databases cannot be reached.
     """
@@ -26,7 +28,8 @@ def routed_twin(alias: str) -> str | None:
 
 
 def share_tables(one: str, other: str) -> bool:
-    """Return whether the keys of two aliases are in one table. Connections that this call opens are closed.
+    """Return whether the keys of two aliases are in one table. Connections that this call opens are
+    closed.
 
     Raises OperationalError if one of the two databases cannot be reached.
     """
@@ -35,8 +38,9 @@ def share_tables(one: str, other: str) -> bool:
         return len({_file(alias) for alias in (one, other)}) == 1
     if vendors != {"postgresql"}:
         return False
-    # The identifier of the system would not do: a standby and a restored copy have that of their origin, and some roles may
-    # not read it. A lock of a transaction is visible in its own database only, behind a pooler too.
+    # The identifier of the system would not do: a standby and a restored copy have that of their
+    # origin, and some roles may not read it. A lock of a transaction is visible in its own database
+    # only, behind a pooler too.
     number = random.getrandbits(63)  # nosec B311  # the number of a lock; no secret
     with _transaction(one):
         _, table = _lock(one, number)
@@ -58,15 +62,19 @@ def _transaction(alias: str) -> Iterator[None]:
 
 
 def _lock(alias: str, number: int) -> Any:
-    """Try to lock a number. Return whether it was free, and the id of the table of the keys, which may be in any schema."""
+    """Try to lock a number. Return whether it was free, and the id of the table of the keys, which
+    may be in any schema."""
     table = connections[alias].ops.quote_name(IdempotencyKey._meta.db_table)
     with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT pg_try_advisory_xact_lock(%s), to_regclass(%s)::oid", [number, table])
+        cursor.execute(
+            "SELECT pg_try_advisory_xact_lock(%s), to_regclass(%s)::oid", [number, table]
+        )
         return cursor.fetchone()
 
 
 def fields_elsewhere(alias: str) -> list[Any]:
-    """Return the foreign keys of the project to keys in ``alias`` whose rows the router keeps in another database."""
+    """Return the foreign keys of the project to keys in ``alias`` whose rows the router keeps in
+    another database."""
     routed = router.db_for_write(IdempotencyKey) == alias
     return [
         relation.field

@@ -1,4 +1,5 @@
-"""Repeat work in the process: after a serialization failure, and while another run holds the key."""
+"""Repeat work in the process: after a serialization failure, and while another run holds the
+key."""
 
 import logging
 import random
@@ -18,17 +19,19 @@ from idempotency.exceptions import Unavailable
 
 logger = logging.getLogger("idempotency")
 
-#: A unique violation above READ COMMITTED may be a race; after this number of retries it counts as a bug of the work.
+#: A unique violation above READ COMMITTED may be a race; after this number of retries it counts as
+#: a bug of the work.
 _UNIQUE_RETRIES = 2
 _FIRST_WAIT_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 0.5
 
 
 class Attempts:
-    """The attempts at work: ``for attempt in attempts: with attempt: return ...``. The block suppresses a serialization
-    failure, whose transaction was rolled back. The loop then restores the state of the work and continues. Effects outside
-    the database are repeated. The loop ends after SERIALIZATION_RETRIES, or if the state cannot be restored; the caller then
-    raises Unavailable ``conflict``."""
+    """The attempts at work: ``for attempt in attempts: with attempt: return ...``. The block
+    suppresses a serialization failure, whose transaction was rolled back. The loop then restores
+    the state of the work and continues. Effects outside the database are repeated. The loop ends
+    after SERIALIZATION_RETRIES, or if the state cannot be restored; the caller then raises
+    Unavailable ``conflict``."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -45,9 +48,18 @@ class Attempts:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
         run = self._run
-        failure = retryable_failure(error, run.level, using=run.using) if isinstance(error, Exception) else None
+        failure = (
+            retryable_failure(error, run.level, using=run.using)
+            if isinstance(error, Exception)
+            else None
+        )
         self._unique_violations += failure == "unique"
         if failure is None or self._unique_violations > _UNIQUE_RETRIES:
             return False
@@ -62,7 +74,8 @@ class Attempts:
 
 
 def repeat(write: Callable[[], None]) -> None:
-    """Send one statement, and again after a serialization failure, which is possible at a high default level."""
+    """Send one statement, and again after a serialization failure, which is possible at a high
+    default level."""
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
             time.sleep(_backoff_seconds(count))
@@ -91,7 +104,8 @@ def waiting_slots(number: int) -> threading.Semaphore:
 
 
 class Wait:
-    """The wait for another run of the key: up to ``seconds``, and with at most MAX_WAITING_REQUESTS in this process."""
+    """The wait for another run of the key: up to ``seconds``, and with at most MAX_WAITING_REQUESTS
+    in this process."""
 
     def __init__(self, seconds: float, *, using: str) -> None:
         self._deadline = time.monotonic() + seconds
@@ -99,8 +113,9 @@ class Wait:
         self._using = using
 
     def pause(self) -> bool:
-        """Wait, longer each time, and return True, to try again; return False when the time is over. Before a longer pause
-        the connection is closed, so that waiting runs do not exhaust the connections of the database."""
+        """Wait, longer each time, and return True, to try again; return False when the time is
+        over. Before a longer pause the connection is closed, so that waiting runs do not exhaust
+        the connections of the database."""
         left = self._deadline - time.monotonic()
         free = waiting_slots(conf.get().MAX_WAITING_REQUESTS)
         if left <= 0 or not free.acquire(blocking=False):

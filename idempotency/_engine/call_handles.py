@@ -25,7 +25,7 @@ class KeyedCall:
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
                 f"The call has no attribute {name!r}. The attributes due and result and the "
-                f"methods record() and retryable() need key.call(name, at_most_once=True).",
+                "methods record() and retryable() need key.call(name, at_most_once=True).",
                 name=name,
                 obj=self,
             )
@@ -57,7 +57,10 @@ class AtMostOnceCall(KeyedCall):
         except Exception as error:  # its methods may raise anything
             self.result, self.recorded = _described(result), True
             del result  # Reports of errors show local variables.
-            raise TypeError(f"The result of a call cannot be stored as JSON: {error}. Record what a retry needs.") from None
+            raise TypeError(
+                f"The result of a call cannot be stored as JSON: {error}. Record what a retry"
+                " needs."
+            ) from None
         self.recorded = True
 
     def retryable(self) -> None:

@@ -10,8 +10,9 @@ _HANDLERS = ("django.core.handlers.wsgi", "django.core.handlers.asgi", "django.t
 
 
 def nearest_function() -> str:
-    """Return a sentence with the nearest function of the project or of another package on the stack; empty if this thread has
-    none. It is a hint, because another function further out may be the cause."""
+    """Return a sentence with the nearest function of the project or of another package on the
+    stack; empty if this thread has none. It is a hint, because another function further out may be
+    the cause."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (module := str(frame.f_globals.get("__name__"))) not in _HANDLERS:
         if module.partition(".")[0] not in _BETWEEN:

@@ -62,7 +62,10 @@ class Calls:
         call, key = AtMostOnceCall(self._key.derive(name)), self._key
         refuse_finished(key)
         if name in self._ended:
-            raise RuntimeError(f"This run has already made the call {name!r}, and would reuse its result. Use another name.")
+            raise RuntimeError(
+                f"This run has already made the call {name!r}, and would reuse its result. Use"
+                " another name."
+            )
         if name in self._keyed:
             raise _other_mode(name)
         self.refuse_doubt(name)
@@ -77,7 +80,8 @@ class Calls:
             if begun is None or begun.recorded_at is None:
                 self._unsettled[name] = _call_in_doubt(name)
             if begun is not None and begun.recorded_at is None:
-                raise self._unsettled[name]  # The rollback removes the event of a call that does not begin.
+                # The rollback removes the event of a call that does not begin.
+                raise self._unsettled[name]
             row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
         key.begun = True
         call.due = due = row.recorded_at is None
@@ -109,7 +113,9 @@ class Calls:
             self._unsettled[name] = CallNotRecorded()
             self._ended.discard(name)
             return
-        _write_through_outage(partial(_write_outcome, self._key, row, call, using=using), using=using)
+        _write_through_outage(
+            partial(_write_outcome, self._key, row, call, using=using), using=using
+        )
         if call.recorded:
             self._unsettled.pop(name, None)
 
@@ -132,8 +138,8 @@ class Calls:
             )
 
     def refuse_doubt(self, name: str | None = None) -> None:
-        """Raise CallInDoubt if a call other than ``name`` is in doubt. Another call could repeat its
-        work, and a response that no phase stored would ignore it."""
+        """Raise CallInDoubt if a call other than ``name`` is in doubt. Another call could repeat
+        its work, and a response that no phase stored would ignore it."""
         for other, obstacle in self._unsettled.items():
             if isinstance(obstacle, CallInDoubt) and other != name and other not in self._open:
                 raise obstacle
@@ -153,30 +159,34 @@ def refuse_finished(key: ClaimedKey) -> None:
 def _other_mode(name: str) -> RuntimeError:
     return RuntimeError(
         f"The call {name!r} was made with another at_most_once= for this key, so this call could "
-        f"repeat its work. Use another name."
+        "repeat its work. Use another name."
     )
 
 
 def _call_in_doubt(name: str) -> CallInDoubt:
     return CallInDoubt(
-        f"The call {name!r} was begun, and its result was never recorded. It may have taken effect, "
-        f"and another call could repeat the work. Check the downstream service for the result, then "
-        f"answer the key in the admin."
+        f"The call {name!r} was begun, and its result was never recorded. It may have taken effect,"
+        " and another call could repeat the work. Check the downstream service for the result,"
+        " then answer the key in the admin."
     )
 
 
 def _intent(row: DownstreamCall, *, using: str) -> QuerySet[DownstreamCall]:
-    return DownstreamCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
+    return DownstreamCall.objects.using(using).filter(
+        pk=row.pk, token=row.token, recorded_at__isnull=True
+    )
 
 
-def _write_outcome(key: ClaimedKey, row: DownstreamCall, call: AtMostOnceCall, *, using: str) -> None:
+def _write_outcome(
+    key: ClaimedKey, row: DownstreamCall, call: AtMostOnceCall, *, using: str
+) -> None:
     """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
     recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
     if recorded and _intent(row, using=using).update(**recorded):
         return
-    # Nothing was recorded, another run has recorded the call, or a failover has lost the intent, perhaps also phases
-    # before it, and perhaps the key: its id may be that of another key. The update locks the row of
-    # the key, so no other run begins this call meanwhile.
+    # Nothing was recorded, another run has recorded the call, or a failover has lost the intent,
+    # perhaps also phases before it, and perhaps the key: its id may be that of another key. The
+    # update locks the row of the key, so no other run begins this call meanwhile.
     with durable_transaction(None, using=using):
         # Find the row by its seed. A failover that lost the intent has often lost the claim too.
         own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
@@ -190,8 +200,8 @@ def _write_outcome(key: ClaimedKey, row: DownstreamCall, call: AtMostOnceCall, *
 def _write_through_outage(write: Callable[[], object], *, using: str, retries: int = 20) -> None:
     """Run ``write``, and retry for ten seconds while the database is unavailable or read-only.
 
-    Only this process knows the outcome of the call. If it cannot be written, the key requires manual
-    intervention.
+    Only this process knows the outcome of the call. If it cannot be written, the key requires
+    manual intervention.
     """
     for left in reversed(range(retries + 1)):
         try:

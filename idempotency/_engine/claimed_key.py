@@ -18,8 +18,9 @@ if TYPE_CHECKING:  # ``response`` is the spelling of HTTP.
     from django.http import HttpResponseBase
 
 NOT_PHASED = (
-    "This key belongs to no phased request. It was only read from the database, or its view is a plain view, in which each "
-    "attempt creates a new row. Use request.idempotency_key inside a view decorated with @idempotent(recovery_points=[...])."
+    "This key belongs to no phased request. It was only read from the database, or its view is a"
+    " plain view, in which each attempt creates a new row. Use request.idempotency_key inside a"
+    " view decorated with @idempotent(recovery_points=[...])."
 )
 
 
@@ -40,38 +41,47 @@ class CallBlocks(Protocol):
 
 
 class _NoModelOfItsOwn(ModelBase):
-    """The metaclass of a subclass of a model that only adds methods: it has no table and no app, and migrations do not see
-    it."""
+    """The metaclass of a subclass of a model that only adds methods: it has no table and no app,
+    and migrations do not see it."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
         return type.__new__(cls, name, bases, attributes)
 
 
 class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
-    """The key of a run: the row that its claim has read, with the methods that a protected view calls.
+    """The key of a run: the row that its claim has read, with the methods that a protected view
+    calls.
 
-    It may be the value of a foreign key to ``IdempotencyKey``. A key that a QuerySet returns has none of these methods.
+    It may be the value of a foreign key to ``IdempotencyKey``. A key that a QuerySet returns has
+    none of these methods.
     """
 
     #: None outside of a phased request.
     run: Phases | None = None
     #: None where no call may be made.
     calls: CallBlocks | None = None
-    #: The token of the claim that this instance represents, or that was current when ``rows.read()`` read the key. Not a field:
-    #: refresh_from_db() must not adopt another claim's.
+    #: The token of the claim that this instance represents, or that was current when
+    #: ``rows.read()`` read the key. Not a field: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
     #: The last known place of the row, on PostgreSQL (``ctid``).
     place: str | None = None
-    #: When the row was created, on this process's monotonic clock; None in a plain run, whose attempts have different seeds.
+    #: When the row was created, on this process's monotonic clock; None in a plain run, whose
+    #: attempts have different seeds.
     created_monotonic: float | None = None
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Raise RuntimeError: the columns of a claimed key are written by fenced statements alone."""
-        raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
+        """Raise RuntimeError: the columns of a claimed key are written by fenced statements
+        alone."""
+        raise RuntimeError(
+            "A claimed key is not saved by hand: that would bypass its fence. End a phase instead."
+        )
 
     def delete(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError: a retry of the client would run the request again."""
-        raise RuntimeError("A claimed key is not deleted by hand: a retry of its client would run the request again.")
+        raise RuntimeError(
+            "A claimed key is not deleted by hand: a retry of its client would run the request"
+            " again."
+        )
 
     def __reduce__(self) -> Any:
         """Keep the class in a copy, which must not be saved either."""
@@ -79,22 +89,24 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
         return model_unpickle, (type(self),), reduced[2]
 
     def derive(self, name: str, valid_seconds: int | None = None) -> str:
-        """Return the key to pass to a downstream service for the call ``name``: 64 hexadecimal digits.
+        """Return the key to pass to a downstream service for the call ``name``: 64 hexadecimal
+        digits.
 
-        It is the same in all attempts of this request. No other request has it, even after the database was restored from a
-        backup. It is never the key that the client sent. Nothing is read or written. Make the call itself in ``key.call()``.
+        It is the same in all attempts of this request. No other request has it, even after the
+        database was restored from a backup. It is never the key that the client sent. Nothing is
+        read or written. Make the call itself in ``key.call()``.
 
-        Raises DownstreamKeyExpired when this key is older than ``valid_seconds``, because the service may have forgotten the
-        downstream key. The decorator then marks this key as stuck.
+        Raises DownstreamKeyExpired when this key is older than ``valid_seconds``, because the
+        service may have forgotten the downstream key. The decorator then marks this key as stuck.
         Raises RuntimeError in a plain view, in which each attempt would get a different key.
         """
         if self.created_monotonic is None:
             raise RuntimeError(NOT_PHASED)
         if valid_seconds is not None and time.monotonic() - self.created_monotonic > valid_seconds:
             raise DownstreamKeyExpired(
-                f"The key for {name!r} was valid for {valid_seconds} s after this request was created. The downstream service "
-                f"may have forgotten it, and another call could repeat the work. Check that service, then answer this request "
-                f"from the admin."
+                f"The key for {name!r} was valid for {valid_seconds} s after this request was"
+                " created. The downstream service may have forgotten it, and another call could"
+                " repeat the work. Check that service, then answer this request from the admin."
             )
         return hmac.new(bytes(self.seed), name.encode(), hashlib.sha256).hexdigest()
 
@@ -104,13 +116,15 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
     ) -> EitherContext[KeyedCall]: ...
 
     @overload
-    def call(self, name: str, valid_seconds: None = None, *, at_most_once: Literal[True]) -> EitherContext[AtMostOnceCall]: ...
+    def call(
+        self, name: str, valid_seconds: None = None, *, at_most_once: Literal[True]
+    ) -> EitherContext[AtMostOnceCall]: ...
 
     def call(
         self, name: str, valid_seconds: int | None = None, *, at_most_once: bool = False
     ) -> EitherContext[KeyedCall] | EitherContext[AtMostOnceCall]:
-        """Open a block for the call ``name`` to a downstream service: ``with key.call(name) as call:``.
-        An async view uses ``async with``.
+        """Open a block for the call ``name`` to a downstream service: ``with key.call(name) as
+        call:``. An async view uses ``async with``.
 
         The attribute ``call.key`` is the key to pass to the service. It is the value of
         ``derive(name)``.
@@ -122,12 +136,12 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
 
         Set ``at_most_once=True`` if the service does not support idempotency keys. In the block, if
         ``call.due``, call the service and then ``call.record(result)``. The intent to call is
-        committed before the block. When the block ends, also by an exception, the recorded result is
-        committed. It is committed even if another claim has taken over the key, because the call was
-        made. If a failover has lost the intent, the end of the block writes it again, even without a
-        result. If the block recorded nothing, and the view catches the exception of the block and
-        continues, the next phase or call raises CallInDoubt. After ``call.retryable()`` the next
-        phase raises CallNotRecorded.
+        committed before the block. When the block ends, also by an exception, the recorded result
+        is committed. It is committed even if another claim has taken over the key, because the call
+        was made. If a failover has lost the intent, the end of the block writes it again, even
+        without a result. If the block recorded nothing, and the view catches the exception of the
+        block and continues, the next phase or call raises CallInDoubt. After ``call.retryable()``
+        the next phase raises CallNotRecorded.
 
         Raises the errors of ``derive()``.
         Raises CallInDoubt if an at-most-once call of the key was begun before and has no recorded
@@ -146,7 +160,10 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
         if not at_most_once:
             return self.calls.keyed(name, valid_seconds)
         if valid_seconds is not None:
-            raise ValueError("No retry repeats a call with at_most_once=True, so valid_seconds has no effect. Remove it.")
+            raise ValueError(
+                "No retry repeats a call with at_most_once=True, so valid_seconds has no effect."
+                " Remove it."
+            )
         return self.calls.at_most_once(name)
 
     def phases(self) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Claims: take the lock of a key, or find out why that is not possible.
 
-On PostgreSQL a claim is one statement. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose
-SELECT and INSERT under SERIALIZABLE are one upsert here.
+On PostgreSQL a claim is one statement. Source: Brandur Leach, "Implementing Stripe-like Idempotency
+Keys in Postgres", whose SELECT and INSERT under SERIALIZABLE are one upsert here.
 """
 
 import json
@@ -22,13 +22,23 @@ from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import connection_lost, refuse_second_wait, serialization_failed
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.late_releases import release_later
-from idempotency._engine.rows import born, execute, fetch, fetch_key, key_of_row, statements_for, token_parameter, vendor
+from idempotency._engine.rows import (
+    born,
+    execute,
+    fetch,
+    fetch_key,
+    key_of_row,
+    statements_for,
+    token_parameter,
+    vendor,
+)
 from idempotency._engine.transactions import First
 from idempotency._hidden import Hidden, Parameters
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
 
-#: The number of attempts if other runs change the row concurrently. Each time another run has progressed.
+#: The number of attempts if other runs change the row concurrently. Each time another run has
+#: progressed.
 _CLAIM_TRIES = 10
 
 
@@ -46,7 +56,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClaimedRequest:
-    """The columns of a key that a claim stores, to compare a retry with the request and to run it again."""
+    """The columns of a key that a claim stores, to compare a retry with the request and to run it
+    again."""
 
     scope: str
     idempotency_key: str
@@ -58,7 +69,8 @@ class ClaimedRequest:
     request_headers: dict[str, str]
     remote_addr: str
     request_fingerprint: str
-    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
+    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is
+    #: unknown.
     made_alike: Callable[[str], str | None]
     #: Returns the fingerprint that a plain run of this request has.
     plain_fingerprint: Callable[[], str]
@@ -70,7 +82,8 @@ class ClaimedRequest:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Claim:
-    """The result of a claim. ``lock_seconds`` is the remaining time of the lock of another run; 1 if it is unknown."""
+    """The result of a claim. ``lock_seconds`` is the remaining time of the lock of another run; 1
+    if it is unknown."""
 
     outcome: Outcome
     key: Any = None
@@ -79,7 +92,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Found:
-    """The result of a claim statement, and the time before it. It has the columns of the claimed key, or the existing key."""
+    """The result of a claim statement, and the time before it. It has the columns of the claimed
+    key, or the existing key."""
 
     sent: float
     claimed: tuple[Any, ...] | None = None
@@ -90,9 +104,10 @@ class _Found:
 
 
 def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
-    """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise at
-    most an expired key was retired. The ``recovery_points`` are those that the running code declares, and the first. Raises
-    ``request.unstorable`` if the claim would store the request, because the key is new or nothing was begun for it."""
+    """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of
+    this claim. Otherwise at most an expired key was retired. The ``recovery_points`` are those that
+    the running code declares, and the first. Raises ``request.unstorable`` if the claim would store
+    the request, because the key is new or nothing was begun for it."""
     postgresql = vendor(using) == "postgresql"
     in_one = postgresql and request.unstorable is None
     text = statements_for(using)
@@ -110,7 +125,8 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
                     return refusal
                 if key.recovery_point not in recovery_points:
                     return Claim(Outcome.UNKNOWN_POINT, key)
-                if key.request_fingerprint != request.request_fingerprint:  # It was made in another way.
+                # It was made in another way.
+                if key.request_fingerprint != request.request_fingerprint:
                     alike = replace(request, request_fingerprint=key.request_fingerprint)
                     return claim_phased(alike, recovery_points, using=using)
             if not in_one:
@@ -124,9 +140,16 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             continue
         if found.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
-            return Claim(Outcome.CLAIMED, _key_of_claim(found, request, parameters, using, finished_at=None))
-        # Another claim has inserted or changed the key, and the next attempt reads it; or a plain view holds the key.
-        if key is None and postgresql and (refusal := _refusal_by_holder(parameters, request, using)):
+            return Claim(
+                Outcome.CLAIMED, _key_of_claim(found, request, parameters, using, finished_at=None)
+            )
+        # Another claim has inserted or changed the key, and the next attempt reads it; or a plain
+        # view holds the key.
+        if (
+            key is None
+            and postgresql
+            and (refusal := _refusal_by_holder(parameters, request, using))
+        ):
             return refusal
     return Claim(Outcome.IN_PROGRESS)
 
@@ -134,25 +157,36 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
 def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
     """Return the claim of a plain view, which may be sent with BEGIN."""
     text = statements_for(using)
-    return First(text.claim_plain if vendor(using) == "postgresql" else text.insert_plain, _parameters(request, using))
+    return First(
+        text.claim_plain if vendor(using) == "postgresql" else text.insert_plain,
+        _parameters(request, using),
+    )
 
 
 def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
-    """Claim the key of a plain view in its transaction, which may have begun with ``first``. On CLAIMED the row is inserted,
-    and visible after COMMIT. Until then advisory locks refuse a duplicate; on SQLite the duplicate waits for the write lock.
-    Otherwise only an expired row changes."""
+    """Claim the key of a plain view in its transaction, which may have begun with ``first``. On
+    CLAIMED the row is inserted, and visible after COMMIT. Until then advisory locks refuse a
+    duplicate; on SQLite the duplicate waits for the write lock. Otherwise only an expired row
+    changes."""
     postgresql, text = vendor(using) == "postgresql", statements_for(using)
     parameters = first.parameters
     for attempt in range(_CLAIM_TRIES):
         ran = first.ran and attempt == 0
-        found = _parsed(Hidden(first.row), 0.0, request, using) if ran else _look(first.text, parameters, request, using)
+        found = (
+            _parsed(Hidden(first.row), 0.0, request, using)
+            if ran
+            else _look(first.text, parameters, request, using)
+        )
         if found.claimed is not None:
             key = _key_of_claim(found, request, parameters, using)
-            key.created_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
+            # Each attempt has a new seed, so no key may be derived from it.
+            key.created_monotonic = None
             return Claim(Outcome.CLAIMED, key)
-        if found.verdict == "same":  # A run of the same request holds the key, and has not committed.
+        # A run of the same request holds the key, and has not committed.
+        if found.verdict == "same":
             return Claim(Outcome.IN_PROGRESS)
-        if found.verdict == "other":  # Another run holds the key: its holder tells whether the request is the same.
+        # Another run holds the key: its holder tells whether the request is the same.
+        if found.verdict == "other":
             return _refusal_by_holder(parameters, request, using) or Claim(Outcome.IN_PROGRESS)
         if not postgresql:
             found = _look(text.read, parameters, request, using)
@@ -165,10 +199,12 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
     return Claim(Outcome.IN_PROGRESS)
 
 
-def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> ClaimedKey | None:
-    """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
-    fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
-    refused."""
+def claim_by_id(
+    pk: int, *, delay_seconds: float, using: str, early: bool = False
+) -> ClaimedKey | None:
+    """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next
+    run is due. If this run fails too, the key is due again after ``delay_seconds``. Return None if
+    the key is not due, locked, finished, stuck or refused."""
     parameters: Parameters = Hidden(
         {
             "id": pk,
@@ -193,10 +229,14 @@ def _look(text: str, parameters: Parameters, request: ClaimedRequest, using: str
 
 
 def _retire(key: ClaimedKey, request: ClaimedRequest, using: str) -> None:
-    _in_one_wait(execute, statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using)
+    _in_one_wait(
+        execute, statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using
+    )
 
 
-def _in_one_wait(send: Callable[[str, Parameters, str], Any], text: str, parameters: Parameters, using: str) -> Any:
+def _in_one_wait(
+    send: Callable[[str, Parameters, str], Any], text: str, parameters: Parameters, using: str
+) -> Any:
     try:
         return send(text, parameters, using)
     except Error as error:
@@ -204,7 +244,9 @@ def _in_one_wait(send: Callable[[str, Parameters, str], Any], text: str, paramet
         raise
 
 
-def _parsed(values: Hidden[tuple[Any, ...] | None], sent: float, request: ClaimedRequest, using: str) -> _Found:
+def _parsed(
+    values: Hidden[tuple[Any, ...] | None], sent: float, request: ClaimedRequest, using: str
+) -> _Found:
     if values.value is None:
         return _Found(sent)
     parts = Hidden(statements.parts(values.value))
@@ -215,14 +257,18 @@ def _parsed(values: Hidden[tuple[Any, ...] | None], sent: float, request: Claime
         return _Found(sent, verdict=parts.value[2])
     expired, lock_seconds = met.value[-2:]
     key = key_of_row(
-        statements.MET, Hidden(met.value[:-2]), using, scope=request.scope, idempotency_key=request.idempotency_key
+        statements.MET,
+        Hidden(met.value[:-2]),
+        using,
+        scope=request.scope,
+        idempotency_key=request.idempotency_key,
     )
     return _Found(sent, None, key, bool(expired), lock_seconds, parts.value[2])
 
 
 def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, using: str) -> None:
-    """Raise the error of a claim statement, unless another claim won under a high level of isolation. After a lost connection
-    or standby, release the claim: it may have been committed."""
+    """Raise the error of a claim statement, unless another claim won under a high level of
+    isolation. After a lost connection or standby, release the claim: it may have been committed."""
     if serialization_failed(error) and not connections[using].in_atomic_block:
         return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
@@ -232,7 +278,9 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
     raise error
 
 
-def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any) -> ClaimedKey:
+def _key_of_claim(
+    found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any
+) -> ClaimedKey:
     claimed = Hidden(found.claimed or ())
     key = key_of_row(
         statements.CLAIMED,
@@ -259,7 +307,8 @@ def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters
 
 
 def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
-    """Return why the found key cannot be claimed, or None. A mismatch is first: another request must learn nothing else."""
+    """Return why the found key cannot be claimed, or None. A mismatch is first: another request
+    must learn nothing else."""
     key: Any = found.key
     stored, own = key.request_fingerprint, request.request_fingerprint
     if (alike := own if way_of(own) == way_of(stored) else request.made_alike(stored)) is None:
@@ -277,14 +326,21 @@ def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
 
 def _refusal_by_holder(parameters: Parameters, request: ClaimedRequest, using: str) -> Claim | None:
     # Only plain runs set marks.
-    locks = Hidden(lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint()))
-    held, another_request = fetch(HOLDER, Hidden(parameters.value | locks.value), using) or (False, False)
+    locks = Hidden(
+        lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint())
+    )
+    held, another_request = fetch(HOLDER, Hidden(parameters.value | locks.value), using) or (
+        False,
+        False,
+    )
     return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS) if held else None
 
 
 def _parameters(request: ClaimedRequest, using: str) -> Parameters:
     # The field of the project's user model runs here.
-    user_id = IdempotencyKey._meta.get_field("user").get_db_prep_save(request.user_id, connections[using])
+    user_id = IdempotencyKey._meta.get_field("user").get_db_prep_save(
+        request.user_id, connections[using]
+    )
     return Hidden(
         lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
         | dict(zip(statements.REQUEST, _columns_of(request), strict=True))

@@ -21,7 +21,9 @@ from idempotency._engine.replication import confirmed_commit, watches_commits
 
 _PARAMETER = re.compile(r"%\((\w+)\)s")
 #: The methods of Django's connections that make cursors.
-_MAKERS = frozenset({"cursor", "_cursor", "_prepare_cursor", "create_cursor", "make_cursor", "make_debug_cursor"})
+_MAKERS = frozenset(
+    {"cursor", "_cursor", "_prepare_cursor", "create_cursor", "make_cursor", "make_debug_cursor"}
+)
 #: The globals of Django's functions that send statements.
 _DJANGO = vars(utils)
 _CURSORS: tuple[Any, ...] = (Cursor, ServerBindingCursor)
@@ -30,18 +32,25 @@ _OBSERVER = "sentry_sdk."
 
 
 def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether code of the project or of a package takes part in the statements of a connection: a wrapper of
-    ``execute_wrapper()``, or another class or method of connections or cursors. It must get the statements of this app like
-    those of the ORM. The SDK of Sentry only notes statements, which needs none of them."""
+    """Return whether code of the project or of a package takes part in the statements of a
+    connection: a wrapper of ``execute_wrapper()``, or another class or method of connections or
+    cursors. It must get the statements of this app like those of the ORM. The SDK of Sentry only
+    notes statements, which needs none of them."""
     execute = _without_observer(CursorWrapper.execute)
-    if connection.execute_wrappers or type(execute) is not FunctionType or execute.__globals__ is not _DJANGO:
+    if (
+        connection.execute_wrappers
+        or type(execute) is not FunctionType
+        or execute.__globals__ is not _DJANGO
+    ):
         return True
     if connection.vendor != "postgresql":
         return False
     kind = type(connection)
     if not _MAKERS.isdisjoint(vars(connection)):
         return True
-    if kind is not DatabaseWrapper and any(getattr(kind, name) is not getattr(DatabaseWrapper, name) for name in _MAKERS):
+    if kind is not DatabaseWrapper and any(
+        getattr(kind, name) is not getattr(DatabaseWrapper, name) for name in _MAKERS
+    ):
         return True
     own = connection.connection
     if own is None:
@@ -50,8 +59,8 @@ def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
 
 
 def _without_observer(execute: Any) -> Any:
-    """Return the function that the SDK of Sentry has replaced, also if another package has replaced it before. An older SDK
-    does not name that function."""
+    """Return the function that the SDK of Sentry has replaced, also if another package has replaced
+    it before. An older SDK does not name that function."""
     while (
         type(execute) is FunctionType
         and execute.__globals__ is not _DJANGO
@@ -66,7 +75,9 @@ def _without_observer(execute: Any) -> Any:
 def numbered(text: str) -> tuple[str, tuple[str, ...]]:
     """Return a statement with numbered parameters, and their names in order."""
     numbers: dict[str, int] = {}
-    return _PARAMETER.sub(lambda found: f"${numbers.setdefault(found[1], len(numbers) + 1)}", text), tuple(numbers)
+    return _PARAMETER.sub(
+        lambda found: f"${numbers.setdefault(found[1], len(numbers) + 1)}", text
+    ), tuple(numbers)
 
 
 @cache
@@ -76,19 +87,24 @@ def positional(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def changed_rows(cursor: CursorWrapper) -> int:
-    """Return how many rows an INSERT or UPDATE without RETURNING has changed. A wrapper may send it in one text with other
-    statements, and leave the result of another one in front."""
-    while hasattr(cursor, "statusmessage") and not (cursor.statusmessage or "").startswith(("INSERT", "UPDATE")):
+    """Return how many rows an INSERT or UPDATE without RETURNING has changed. A wrapper may send it
+    in one text with other statements, and leave the result of another one in front."""
+    while hasattr(cursor, "statusmessage") and not (cursor.statusmessage or "").startswith(
+        ("INSERT", "UPDATE")
+    ):
         if not cursor.nextset():
             return 0
     return int(cursor.rowcount)
 
 
 @contextmanager
-def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) -> Iterator[CursorWrapper]:
-    """Yield a cursor for this app's statements, which PostgreSQL can prepare. Django binds parameters in the client by
-    default, so that each text differs. These are bound in the server. With ``prepare_threshold`` in the OPTIONS of the
-    database, they are parsed and planned once. On an instrumented connection it is the cursor of any ORM query."""
+def own_cursor(
+    using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
+) -> Iterator[CursorWrapper]:
+    """Yield a cursor for this app's statements, which PostgreSQL can prepare. Django binds
+    parameters in the client by default, so that each text differs. These are bound in the server.
+    With ``prepare_threshold`` in the OPTIONS of the database, they are parsed and planned once. On
+    an instrumented connection it is the cursor of any ORM query."""
     connection = connections[using]
     if connection.vendor != "postgresql":
         with connection.cursor() as cursor:
@@ -107,16 +123,19 @@ def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) 
         yield cursor
 
 
-def classified_errors(connection: BaseDatabaseWrapper, *, own: bool = True) -> AbstractContextManager[None]:
-    """Classify the errors of a block on an open connection, and confirm its commits. Without ``own`` the block has statements
-    of a view too."""
+def classified_errors(
+    connection: BaseDatabaseWrapper, *, own: bool = True
+) -> AbstractContextManager[None]:
+    """Classify the errors of a block on an open connection, and confirm its commits. Without
+    ``own`` the block has statements of a view too."""
     if watches_commits(connection) or database_product.is_citus(connection):
         return _watched(connection, own)
     return _Classified(connection, own)
 
 
 class _Classified:
-    """A block whose errors of the database are classified. A class costs fewer calls than a generator."""
+    """A block whose errors of the database are classified. A class costs fewer calls than a
+    generator."""
 
     __slots__ = ("_connection", "_own")
 
@@ -136,5 +155,9 @@ class _Classified:
 
 @contextmanager
 def _watched(connection: BaseDatabaseWrapper, own: bool) -> Iterator[None]:
-    with confirmed_commit(connection), _Classified(connection, own), database_product.worker_errors(connection):
+    with (
+        confirmed_commit(connection),
+        _Classified(connection, own),
+        database_product.worker_errors(connection),
+    ):
         yield

@@ -1,4 +1,5 @@
-"""The SQL fragments that differ between PostgreSQL and SQLite. Durations are seconds; times are those of the database.
+"""The SQL fragments that differ between PostgreSQL and SQLite. Durations are seconds; times are
+those of the database.
 
 The dialect of PostgreSQL is also that of Citus, which accepts a write only under these conditions:
 
@@ -6,16 +7,17 @@ The dialect of PostgreSQL is also that of Citus, which accepts a write only unde
 - It calls stable functions without columns. The coordinator evaluates them once.
 - CASE, COALESCE, ON CONFLICT and RETURNING call immutable functions only.
 
-Therefore "now" is the start of the statement. If the statement waits for a row lock, "now" is earlier than the write. Leases
-and expiries are then judged by the earlier time: no lock or key counts as expired too soon, and a lease ends too soon rather
-than too late.
+Therefore "now" is the start of the statement. If the statement waits for a row lock, "now" is
+earlier than the write. Leases and expiries are then judged by the earlier time: no lock or key
+counts as expired too soon, and a lease ends too soon rather than too late.
 """
 
 from dataclasses import dataclass
 
 from idempotency._engine.history import HistoryEvent
 
-#: The maximum length of a history. Without a limit, a claim took 12 ms after 4,000 retries of its key.
+#: The maximum length of a history. Without a limit, a claim took 12 ms after 4,000 retries of its
+#: key.
 HISTORY_LIMIT = 50
 
 
@@ -42,28 +44,43 @@ def _shortened(length: str, without_first: str, limit: int) -> str:
 
 
 def _iso(utc: str) -> str:
-    """Return the text of a time in UTC. PostgreSQL has only stable functions for it, because DateStyle changes their result.
-    Those for numbers and for the time of day are immutable."""
-    day = f"(extract(year FROM {utc}) * 10000 + extract(month FROM {utc}) * 100 + extract(day FROM {utc}))::text"
-    return rf"regexp_replace({day}, '(....)(..)(..)', '\1-\2-\3') || 'T' || ({utc})::time::text || '+00:00'"
+    """Return the text of a time in UTC. PostgreSQL has only stable functions for it, because
+    DateStyle changes their result. Those for numbers and for the time of day are immutable."""
+    day = (
+        f"(extract(year FROM {utc}) * 10000 + extract(month FROM {utc}) * 100 + extract(day FROM"
+        f" {utc}))::text"
+    )
+    return (
+        rf"regexp_replace({day}, '(....)(..)(..)', '\1-\2-\3') || 'T' || ({utc})::time::text ||"
+        r" '+00:00'"
+    )
 
 
 _POSTGRESQL_SHORTENED = _shortened("jsonb_array_length", "k.history - 0", HISTORY_LIMIT)
-_POSTGRESQL_SHORTENED_BY_TWO = _shortened("jsonb_array_length", "k.history - 0 - 0", HISTORY_LIMIT - 1)
+_POSTGRESQL_SHORTENED_BY_TWO = _shortened(
+    "jsonb_array_length", "k.history - 0 - 0", HISTORY_LIMIT - 1
+)
 _EXPIRED_AT = _iso("timezone('UTC', k.locked_until)")
 _CLAIMED_AT = _iso("timezone('UTC', k.last_run_at)")
 POSTGRESQL = Dialect(
     now="statement_timestamp()",
     later="(statement_timestamp() + {}::double precision * interval '1 second')",
     # Sums of times with a time zone are stable functions.
-    later_by=("timezone('UTC', timezone('UTC', statement_timestamp()) + CAST({0} AS integer) * interval '1 {1}')"),
+    later_by=(
+        "timezone('UTC', timezone('UTC', statement_timestamp()) + CAST({0} AS integer) * interval"
+        " '1 {1}')"
+    ),
     seconds_between="extract(epoch FROM {1} - {0})::double precision",
-    event="jsonb_build_object('at', statement_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text)",
+    event=(
+        "jsonb_build_object('at', statement_timestamp(), 'event', %(event)s::text, 'detail',"
+        " %(detail)s::text)"
+    ),
     event_of_insert="excluded.history",
     append=f"({_POSTGRESQL_SHORTENED}) || {{event}}",
     append_after_lock=(
-        f"(CASE WHEN k.locked_until IS NULL THEN {_POSTGRESQL_SHORTENED} ELSE "
-        f"({_POSTGRESQL_SHORTENED_BY_TWO}) || jsonb_object(ARRAY['at', {_EXPIRED_AT}, {_LOST}{_CLAIMED_AT}]) END) || {{event}}"
+        f"(CASE WHEN k.locked_until IS NULL THEN {_POSTGRESQL_SHORTENED} ELSE"
+        f" ({_POSTGRESQL_SHORTENED_BY_TWO}) || jsonb_object(ARRAY['at', {_EXPIRED_AT},"
+        f" {_LOST}{_CLAIMED_AT}]) END) || {{event}}"
     ),
     first_event="jsonb_build_array({event})",
     known_point="k.recovery_point = ANY(%(points)s)",
@@ -71,7 +88,9 @@ POSTGRESQL = Dialect(
 )
 _SQLITE_TIME = "strftime('%%Y-%%m-%%dT%%H:%%M:%%fZ', "
 _SQLITE_SHORTENED = _shortened("json_array_length", "json_remove(k.history, '$[0]')", HISTORY_LIMIT)
-_SQLITE_SHORTENED_BY_TWO = _shortened("json_array_length", "json_remove(k.history, '$[0]', '$[0]')", HISTORY_LIMIT - 1)
+_SQLITE_SHORTENED_BY_TWO = _shortened(
+    "json_array_length", "json_remove(k.history, '$[0]', '$[0]')", HISTORY_LIMIT - 1
+)
 SQLITE = Dialect(
     now="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')",
     later="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || {} || ' seconds')",
@@ -81,10 +100,10 @@ SQLITE = Dialect(
     event_of_insert="json_extract(excluded.history, '$[0]')",
     append=f"json_insert({_SQLITE_SHORTENED}, '$[#]', {{event}})",
     append_after_lock=(
-        f"CASE WHEN k.locked_until IS NULL THEN json_insert({_SQLITE_SHORTENED}, '$[#]', {{event}}) "
-        f"ELSE json_insert({_SQLITE_SHORTENED_BY_TWO}, '$[#]', "
-        f"json_object('at', {_SQLITE_TIME}k.locked_until), "
-        f"{_LOST}{_SQLITE_TIME}k.last_run_at)), '$[#]', {{event}}) END"
+        f"CASE WHEN k.locked_until IS NULL THEN json_insert({_SQLITE_SHORTENED}, '$[#]', {{event}})"
+        f" ELSE json_insert({_SQLITE_SHORTENED_BY_TWO}, '$[#]', json_object('at',"
+        f" {_SQLITE_TIME}k.locked_until), {_LOST}{_SQLITE_TIME}k.last_run_at)), '$[#]',"
+        " {event}) END"
     ),
     first_event="json_array({event})",
     known_point="k.recovery_point IN (SELECT value FROM json_each(%(points)s))",

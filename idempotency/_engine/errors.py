@@ -1,4 +1,5 @@
-"""The classification of database errors: what may be retried, what means that the database is lost, and what has ended."""
+"""The classification of database errors: what may be retried, what means that the database is lost,
+and what has ended."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,30 +27,36 @@ _READ_ONLY, NOT_SUPPORTED = "25006", "0A000"
 
 
 class WriterBusy(OperationalError):
-    """The write lock of SQLite was not free within the connection's timeout. A retry would only wait again."""
+    """The write lock of SQLite was not free within the connection's timeout. A retry would only
+    wait again."""
 
 
 def serialization_failed(error: BaseException | None) -> bool:
-    """Return whether the transaction lost against a concurrent one: a retry of the same work may succeed."""
-    return any(sqlstate_of(cause) in _RETRYABLE_SQLSTATES or _is_locked(cause) for cause in _causes(error))
+    """Return whether the transaction lost against a concurrent one: a retry of the same work may
+    succeed."""
+    return any(
+        sqlstate_of(cause) in _RETRYABLE_SQLSTATES or _is_locked(cause) for cause in _causes(error)
+    )
 
 
 def retryable_failure(
     error: Exception, isolation: Isolation | None, *, using: str
 ) -> Literal["serialization", "unique"] | None:
-    """Return "serialization" or "unique" if a retry of the same work may succeed, else None. A unique violation above READ
-    COMMITTED is "unique". It may come from ``get_or_create``, which would have waited and found the row at that level; but it
-    may also be a bug of the view."""
+    """Return "serialization" or "unique" if a retry of the same work may succeed, else None. A
+    unique violation above READ COMMITTED is "unique". It may come from ``get_or_create``, which
+    would have waited and found the row at that level; but it may also be a bug of the view."""
     if serialization_failed(error):
         return "serialization"
     unique = any(sqlstate_of(cause) == _UNIQUE_VIOLATION for cause in _causes(error))
-    return "unique" if unique and effective_isolation(isolation, using) != "read committed" else None
+    return (
+        "unique" if unique and effective_isolation(isolation, using) != "read committed" else None
+    )
 
 
 def _causes(error: BaseException | None) -> Iterator[Error]:
-    """Yield the errors of the database that have caused ``error``, up to one that must not be retried. Code that handles an
-    error of a statement may send another one in the broken transaction, such as EXPLAIN or an INSERT of a log: the error of
-    that one hides the first."""
+    """Yield the errors of the database that have caused ``error``, up to one that must not be
+    retried. Code that handles an error of a statement may send another one in the broken
+    transaction, such as EXPLAIN or an INSERT of a log: the error of that one hides the first."""
     while error is not None and not isinstance(error, WriterBusy):
         if isinstance(error, Error):
             yield error
@@ -58,9 +65,10 @@ def _causes(error: BaseException | None) -> Iterator[Error]:
 
 
 def effective_isolation(isolation: Isolation | None, using: str) -> str:
-    """Return the level of the transactions that begin with ``isolation`` on an open connection to PostgreSQL. If it is None,
-    the level comes from the option ``isolation_level`` of the database, or else from a default of the session, the role or
-    the server, which takes one query. If that query fails, return "read committed", at which the fewest errors are retried."""
+    """Return the level of the transactions that begin with ``isolation`` on an open connection to
+    PostgreSQL. If it is None, the level comes from the option ``isolation_level`` of the database,
+    or else from a default of the session, the role or the server, which takes one query. If that
+    query fails, return "read committed", at which the fewest errors are retried."""
     if isolation is not None:
         return isolation
     connection = connections[using]
@@ -74,8 +82,9 @@ def effective_isolation(isolation: Isolation | None, using: str) -> str:
 
 
 def refuse_second_wait(error: Error) -> None:
-    """Raise WriterBusy if ``error``, of the first statement of a transaction, is a timeout of SQLite's write lock. A later
-    statement fails without a wait if its snapshot is outdated; a retry may succeed then."""
+    """Raise WriterBusy if ``error``, of the first statement of a transaction, is a timeout of
+    SQLite's write lock. A later statement fails without a wait if its snapshot is outdated; a retry
+    may succeed then."""
     if _is_locked(error):
         raise WriterBusy(*error.args) from error
 
@@ -85,13 +94,15 @@ def _is_locked(error: Error) -> bool:
 
 
 def connection_lost(error: BaseException, using: str) -> bool:
-    """Return whether ``error`` means that the database cannot be reached; if so, drop the connection."""
+    """Return whether ``error`` means that the database cannot be reached; if so, drop the
+    connection."""
     if not isinstance(error, Error):
         return False
     connection = connections[using]
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
-    # Decide by the error, because Django may have opened a new connection. A broken connection has no SQLSTATE.
+    # Decide by the error, because Django may have opened a new connection. A broken connection has
+    # no SQLSTATE.
     error = as_lost(error, connection, own=False)
     sqlstate = sqlstate_of(error)
     # PgBouncer reports a lost server with an unexpected second result, an InternalError.
@@ -104,8 +115,8 @@ def connection_lost(error: BaseException, using: str) -> bool:
 
 
 def exceeded_time_limit(error: BaseException | None) -> str | None:
-    """Return the time limit at which PostgreSQL has ended the transaction, also if a later statement met the closed
-    connection."""
+    """Return the time limit at which PostgreSQL has ended the transaction, also if a later
+    statement met the closed connection."""
     while error is not None:
         if (limit := _TIME_LIMITS.get(getattr(error, "sqlstate", None) or "")) is not None:
             return limit
@@ -114,7 +125,8 @@ def exceeded_time_limit(error: BaseException | None) -> str | None:
 
 
 def accepts_writes(alias: str) -> bool:
-    """Return whether the database accepts writes. An error of a view or a path converter may be that of another database."""
+    """Return whether the database accepts writes. An error of a view or a path converter may be
+    that of another database."""
     try:
         connections[alias].ensure_connection()
         return bool(connections[alias].is_usable()) and not takes_no_writes(connections[alias])
@@ -131,7 +143,10 @@ def takes_no_writes(connection: BaseDatabaseWrapper) -> bool:
     own = connection.connection
     if connection.vendor != "postgresql" or own is None or own.closed:
         return False
-    return any(own.info.parameter_status(name) == "on" for name in ("in_hot_standby", "default_transaction_read_only"))
+    return any(
+        own.info.parameter_status(name) == "on"
+        for name in ("in_hot_standby", "default_transaction_read_only")
+    )
 
 
 def drop_connection(connection: BaseDatabaseWrapper) -> None:
@@ -139,16 +154,19 @@ def drop_connection(connection: BaseDatabaseWrapper) -> None:
     if connection.in_atomic_block:
         return
     if connection.vendor == "postgresql" and connection.connection is not None:
-        connection.connection.pgconn.finish()  # Otherwise Django's pool would reuse it; close() may return it there.
+        # Otherwise Django's pool would reuse it; close() may return it there.
+        connection.connection.pgconn.finish()
     connection.close()
 
 
 def as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Error:
-    """Return an OperationalError for a write that a read-only server refuses, else the error itself. A statement of this app
-    (``own``) fails for no other reason. A view may choose a read-only transaction itself, so its statements need a check of
-    the server."""
+    """Return an OperationalError for a write that a read-only server refuses, else the error
+    itself. A statement of this app (``own``) fails for no other reason. A view may choose a
+    read-only transaction itself, so its statements need a check of the server."""
     sqlstate = sqlstate_of(error)
-    if not (own and sqlstate == _READ_ONLY) and not (sqlstate in (_READ_ONLY, NOT_SUPPORTED) and takes_no_writes(connection)):
+    if not (own and sqlstate == _READ_ONLY) and not (
+        sqlstate in (_READ_ONLY, NOT_SUPPORTED) and takes_no_writes(connection)
+    ):
         return error
     lost = OperationalError(*error.args)
     lost.__cause__ = error.__cause__
@@ -156,7 +174,8 @@ def as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Erro
 
 
 def hide_key(error: Error) -> None:
-    """Remove the details from an error of a constraint of the keys: PostgreSQL quotes the row, with its body and its seed."""
+    """Remove the details from an error of a constraint of the keys: PostgreSQL quotes the row, with
+    its body and its seed."""
     cause = error.__cause__
     if isinstance(cause, psycopg.Error) and cause.diag.table_name == IdempotencyKey._meta.db_table:
         cause.args = error.args = (cause.diag.message_primary or type(cause).__name__,)
@@ -168,8 +187,8 @@ def sqlstate_of(error: Error) -> str | None:
 
 
 def has_ended(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether a transaction in which a statement was sent is not open any more. A closed connection gets the error of
-    its next statement."""
+    """Return whether a transaction in which a statement was sent is not open any more. A closed
+    connection gets the error of its next statement."""
     own = connection.connection
     if own is None or connection.closed_in_transaction:
         return False

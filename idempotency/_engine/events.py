@@ -23,7 +23,8 @@ def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) 
 
 
 def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: Any) -> None:
-    """Send a signal about the work of a key: now, or after the COMMIT of an outer transaction that contains the work."""
+    """Send a signal about the work of a key: now, or after the COMMIT of an outer transaction that
+    contains the work."""
     using = str(key._state.db)
     if in_outer_transaction(using):
         # A function of this app: backends._callbacks() does not count it.
@@ -35,5 +36,11 @@ def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: An
 def announce_stuck(pk: int, request: Any, *, using: str) -> None:
     key = read(pk, using=using)
     if key is not None:
-        logger.warning("key %s is stuck (%s): %s", key.key_hash, key.stuck_code, key.stuck_reason, extra=about(key))
+        logger.warning(
+            "key %s is stuck (%s): %s",
+            key.key_hash,
+            key.stuck_code,
+            key.stuck_reason,
+            extra=about(key),
+        )
     emit(signals.key_stuck, key, request)

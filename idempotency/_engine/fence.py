@@ -1,14 +1,17 @@
 """The fence: conditional updates of a claimed key.
 
-The WHERE clause of each UPDATE contains the random token of the claim. Most also compare the recovery point, because a run may
-not know that its last COMMIT succeeded. If another claim has taken over the key, the UPDATE changes no row, LockLost is
-raised, and the transaction is rolled back.
+The WHERE clause of each UPDATE contains the random token of the claim. Most also compare the
+recovery point, because a run may not know that its last COMMIT succeeded. If another claim has
+taken over the key, the UPDATE changes no row, LockLost is raised, and the transaction is rolled
+back.
 
-An UPDATE that ends a transaction is sent in one message with COMMIT (``transactions.end_with``), so nobody can look at its
-number of rows before the COMMIT. The statement itself must therefore fail if it changes no row. ``_or_fail`` divides one by
-the number of changed rows: PostgreSQL skips the COMMIT after the division by zero, and rolls the transaction back. The error
-of the division means LockLost.
-Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose lock has no token.
+An UPDATE that ends a transaction is sent in one message with COMMIT (``transactions.end_with``), so
+nobody can look at its number of rows before the COMMIT. The statement itself must therefore fail if
+it changes no row. ``_or_fail`` divides one by the number of changed rows: PostgreSQL skips the
+COMMIT after the division by zero, and rolls the transaction back. The error of the division means
+LockLost.
+Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose lock has no
+token.
 """
 
 import json
@@ -55,22 +58,26 @@ class StoredResponse:
         return {"code": self.code, "headers": json.dumps(self.headers), "body": self.body}
 
 
-def advance(key: ClaimedKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None) -> None:
-    """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over the key. If the transaction
-    ``ends`` sends its last statement with COMMIT, this is its last statement, and LockLost is raised there."""
+def advance(
+    key: ClaimedKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None
+) -> None:
+    """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over
+    the key. If the transaction ``ends`` sends its last statement with COMMIT, this is its last
+    statement, and LockLost is raised there."""
     event: dict[str, Any] = {"event": HistoryEvent.RECOVERY_POINT, "detail": recovery_point}
     _fenced("advance", key, using, ends=ends, recovery_point=recovery_point, **event)
 
 
 def renew(key: ClaimedKey, *, using: str, ends: OwnTransaction | None = None) -> None:
-    """Renew the lock, and mark that the request has begun something. Raises LockLost if another claim has taken over the key,
-    or the key is stuck."""
+    """Renew the lock, and mark that the request has begun something. Raises LockLost if another
+    claim has taken over the key, or the key is stuck."""
     _fenced("renew", key, using, ends=ends)
 
 
 def begin_call(key: ClaimedKey, name: str, *, using: str, stuck_code: str = "") -> None:
-    """Renew the lock before a call to a downstream service, and write the call into the history. Raises LockLost if another
-    claim has taken over the key, or it is stuck with another code than ``stuck_code``."""
+    """Renew the lock before a call to a downstream service, and write the call into the history.
+    Raises LockLost if another claim has taken over the key, or it is stuck with another code than
+    ``stuck_code``."""
     called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
     _fenced("begin_call", key, using, stuck_code=stuck_code, **called)
 
@@ -84,8 +91,8 @@ def finish(
     ends: OwnTransaction | None = None,
 ) -> None:
     """Store the response. Raises LockLost if another claim has taken over the
-    key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
-    not know of it."""
+    key. With ``untouched``, raises LockLost also if something was begun: if the response to a
+    COMMIT was lost, the run may not know of it."""
     statement = "finish_untouched" if untouched else "finish"
     if key.recovery_point == FINISHED:  # The row of a plain view was inserted as finished.
         statement = "finish_plain"
@@ -94,22 +101,35 @@ def finish(
 
 
 def set_free(key: ClaimedKey, code: int, *, using: str, ends: OwnTransaction | None = None) -> None:
-    """Let the client of a plain view use its key again, although the writes of the view are committed. The row expires under
-    another scope. It has the status of the response, but neither headers nor body."""
+    """Let the client of a plain view use its key again, although the writes of the view are
+    committed. The row expires under another scope. It has the status of the response, but neither
+    headers nor body."""
     event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {code}, not stored"}
     _fenced("set_free", key, using, ends=ends, code=code, **event)
 
 
 def release(key: ClaimedKey, error: str, *, using: str) -> None:
-    """Unlock an unfinished key and store ``error``; do nothing if it is finished, or another claim has taken it over.
+    """Unlock an unfinished key and store ``error``; do nothing if it is finished, or another claim
+    has taken it over.
 
-    A failover may undo the release. The key would then be locked again. Raises NotReplicated in this case
-    (CONFIRM_REPLICATED).
+    A failover may undo the release. The key would then be locked again. Raises NotReplicated in
+    this case (CONFIRM_REPLICATED).
     """
     try:
-        _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
+        _fenced(
+            "release",
+            key,
+            using,
+            error=storable(error),
+            event=HistoryEvent.ERROR,
+            detail=summary(error),
+        )
     except LockLost:
-        logger.info("key %s was finished or taken over by another run before it was released", key.key_hash, extra=about(key))
+        logger.info(
+            "key %s was finished or taken over by another run before it was released",
+            key.key_hash,
+            extra=about(key),
+        )
         replication.confirm(using)
 
 
@@ -117,7 +137,8 @@ def refuse(key: ClaimedKey, error: str, *, using: str) -> None:
     """Unlock a key whose client gets a refusal, and store ``error``.
 
     If nothing was begun, only a retry of the client runs the key from now on.
-    Raises LockLost if another claim has taken over the key, because its response may be another one.
+    Raises LockLost if another claim has taken over the key, because its response may be another
+    one.
     """
     described: dict[str, Any] = {"error": storable(error), "detail": summary(error)}
     if key.untouched:
@@ -127,8 +148,8 @@ def refuse(key: ClaimedKey, error: str, *, using: str) -> None:
 
 
 def leave_to_client(key: ClaimedKey, error: str, *, using: str) -> None:
-    """Unlock a key of which only the client can send the request again: ``refuse`` without LockLost, because no client gets
-    a response now."""
+    """Unlock a key of which only the client can send the request again: ``refuse`` without
+    LockLost, because no client gets a response now."""
     with suppress(LockLost):
         refuse(key, error, using=using)
 
@@ -140,7 +161,14 @@ def mark_stuck(key: ClaimedKey, code: str, reason: str, *, using: str) -> None:
     key.stuck_code = parameters["code"]
 
 
-def _fenced(statement: str, key: ClaimedKey, using: str, *, ends: OwnTransaction | None = None, **values: Any) -> None:
+def _fenced(
+    statement: str,
+    key: ClaimedKey,
+    using: str,
+    *,
+    ends: OwnTransaction | None = None,
+    **values: Any,
+) -> None:
     text: str = getattr(statements_for(using), statement)
     parameters: Parameters = Hidden(values)
     del values
@@ -157,7 +185,9 @@ def _fenced(statement: str, key: ClaimedKey, using: str, *, ends: OwnTransaction
         ends.refuse_if_ended()
     if key.place is not None and not is_instrumented(connections[using]):
         # The row is at another place after a rollback or an update.
-        row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(text + statements.ANYWHERE, parameters, using)
+        row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(
+            text + statements.ANYWHERE, parameters, using
+        )
         if row is None:
             raise LockLost
         (key.place,) = row
@@ -168,9 +198,12 @@ def _fenced(statement: str, key: ClaimedKey, using: str, *, ends: OwnTransaction
 
 @cache
 def _or_fail(text: str) -> str:
-    """Return a fenced statement that divides by zero if it changes no row, so that a COMMIT behind it does nothing."""
+    """Return a fenced statement that divides by zero if it changes no row, so that a COMMIT behind
+    it does nothing."""
     # The texts are those of this app.
-    elsewhere = f"{text} AND NOT EXISTS (SELECT FROM here){statements.ANYWHERE}"  # nosec B608  # see above
+    elsewhere = (  # nosec B608  # see above
+        f"{text} AND NOT EXISTS (SELECT FROM here){statements.ANYWHERE}"
+    )
     return (
         f"WITH here AS ({text}{statements.AT_PLACE}), elsewhere AS ({elsewhere}), "  # noqa: S608  # nosec B608  # see above
         "changed AS (SELECT ctid FROM here UNION ALL SELECT ctid FROM elsewhere) "
@@ -179,8 +212,12 @@ def _or_fail(text: str) -> str:
 
 
 def storable_code(code: object) -> str:
-    """Return a stuck code that the column accepts. A project's subclass of KeyStuck may have any value as its code."""
-    return "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip() or KeyStuck.code
+    """Return a stuck code that the column accepts. A project's subclass of KeyStuck may have any
+    value as its code."""
+    return (
+        "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip()
+        or KeyStuck.code
+    )
 
 
 def stuck_parameters(code: str, reason: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from django.utils.translation import gettext_lazy as _
 
 
 class HistoryEvent(TextChoices):
-    """The names of the events. The reference lists them, with their details. Pages show the label."""
+    """The names of the events. The reference lists them, with their details. Pages show the
+    label."""
 
     CLAIMED = "claimed", _("claimed")
     RECOVERY_POINT = "recovery point", _("recovery point")
@@ -14,10 +15,11 @@ class HistoryEvent(TextChoices):
     ERROR = "error", _("error")
     REFUSED = "refused", _("refused")
     STUCK = "stuck", _("stuck")
-    #: A run of a loop made no progress until its lease had ended twice. ``detail`` is the place of its code.
+    #: A run of a loop made no progress until its lease had ended twice. ``detail`` is the place of
+    #: its code.
     HUNG = "hung", _("hung")
-    #: The lock of a run expired, and the run never released the key. ``at`` is the end of the lock; ``claimed_at``, which
-    #: only this event has, is the start of the run.
+    #: The lock of a run expired, and the run never released the key. ``at`` is the end of the lock;
+    #: ``claimed_at``, which only this event has, is the start of the run.
     RUN_LOST = "run lost", _("run lost")
     LOCK_RELEASED = "lock released", _("lock released")
     HANDED_BACK = "handed back", _("handed back")

@@ -11,14 +11,21 @@ from idempotency._watchdog import watched
 
 
 def watched_key(key: ClaimedKey) -> AbstractContextManager[None]:
-    """Register project code that runs for a claimed key, or for one that was only read. The watchdog of a loop marks the key if
-    the code hangs."""
+    """Register project code that runs for a claimed key, or for one that was only read. The
+    watchdog of a loop marks the key if the code hangs."""
     limit = HUNG_AFTER_LEASES * key.lease_seconds
-    return watched(f"the run of key {key.key_hash}", limit_seconds=limit, mark=partial(_mark_hung, key), key=key)
+    return watched(
+        f"the run of key {key.key_hash}",
+        limit_seconds=limit,
+        mark=partial(_mark_hung, key),
+        key=key,
+    )
 
 
 def _mark_hung(key: ClaimedKey, place: str) -> None:
     using = str(key._state.db)
-    delay = max(completer_delay_seconds(key.completer_attempts), HUNG_AFTER_LEASES * key.lease_seconds)
+    delay = max(
+        completer_delay_seconds(key.completer_attempts), HUNG_AFTER_LEASES * key.lease_seconds
+    )
     if settlement.mark_hung(key, place, delay_seconds=delay, using=using):
         with_stored_work(key, lambda work: events.announce_stuck(key.pk, None, using=using))

@@ -1,7 +1,8 @@
-"""Repeat releases that failed in an outage until the lock expires, so that clients need not wait for the expiry.
+"""Repeat releases that failed in an outage until the lock expires, so that clients need not wait
+for the expiry.
 
-A thread of the process retries them with its own connection. Each is the fenced statement of the request, so it changes
-nothing if another run has claimed the key.
+A thread of the process retries them with its own connection. Each is the fenced statement of the
+request, so it changes nothing if another run has claimed the key.
 """
 
 import random
@@ -27,10 +28,16 @@ _thread: threading.Thread | None = None
 
 
 def release_later(key: ClaimedKey, error: str, *, using: str) -> None:
-    """Let a thread retry to release the key, for the length of its lease. A key without an id is found by its claim."""
+    """Let a thread retry to release the key, for the length of its lease. A key without an id is
+    found by its claim."""
     global _thread
     # A copy for the fence: the key itself would keep its request in memory.
-    held = ClaimedKey(pk=key.pk, scope=key.scope, idempotency_key=key.idempotency_key, lease_seconds=key.lease_seconds)
+    held = ClaimedKey(
+        pk=key.pk,
+        scope=key.scope,
+        idempotency_key=key.idempotency_key,
+        lease_seconds=key.lease_seconds,
+    )
     held.fence = key.fence
     with _starting:
         _waiting.append((time.monotonic() + held.lease_seconds, held, error, using))
@@ -70,9 +77,12 @@ def _try_each() -> None:
 
 
 def _release(key: ClaimedKey, error: str, using: str) -> None:
-    """Release the key. Raises NotReplicated if there is nothing to release here, but a failover may undo the end of the run."""
+    """Release the key. Raises NotReplicated if there is nothing to release here, but a failover may
+    undo the end of the run."""
     if key.pk is None:  # The result of its claim was lost.
-        keys = IdempotencyKey.objects.using(using).filter(scope=key.scope, idempotency_key=key.idempotency_key)
+        keys = IdempotencyKey.objects.using(using).filter(
+            scope=key.scope, idempotency_key=key.idempotency_key
+        )
         key.pk = keys.filter(claim_token=key.fence).values_list("pk", flat=True).first()
     if key.pk is None:
         replication.confirm(using)

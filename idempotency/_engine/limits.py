@@ -1,4 +1,5 @@
-"""The time limits of transactions. They are only lowered: a stricter limit of the project or of a role stays."""
+"""The time limits of transactions. They are only lowered: a stricter limit of the project or of a
+role stays."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,35 +20,47 @@ _found: dict[tuple[str, str], int] = {}
 class Limits:
     """The limits that BEGIN sets, at most those of ``most``, by name in milliseconds.
 
-    They are sent in one message: SHOW reads what holds, and SET expects what the last transaction has found. Unlike a query,
-    SHOW and SET take no snapshot, so the first statement of the work takes it.
+    They are sent in one message: SHOW reads what holds, and SET expects what the last transaction
+    has found. Unlike a query, SHOW and SET take no snapshot, so the first statement of the work
+    takes it.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper, most: Mapping[str, int]) -> None:
         self._connection, self._most = connection, most
-        self._expected = {name: _lower(most[name], _found.get((connection.alias, name), 0)) for name in most}
+        self._expected = {
+            name: _lower(most[name], _found.get((connection.alias, name), 0)) for name in most
+        }
         self.show = [f"SHOW {name}" for name in most]
         self.set = self._statements(self._expected)
 
     def corrections(self, shown: Sequence[str]) -> list[str]:
-        """Return the statements that correct the limits, mostly none. ``shown`` has the results of SHOW."""
+        """Return the statements that correct the limits, mostly none. ``shown`` has the results of
+        SHOW."""
         found = dict(zip(self._most, map(_milliseconds, shown), strict=True))
         _found.update({(self._connection.alias, name): limit for name, limit in found.items()})
         right = {name: _lower(self._most[name], limit) for name, limit in found.items()}
-        return self._statements({name: limit for name, limit in right.items() if limit != self._expected[name]})
+        return self._statements(
+            {name: limit for name, limit in right.items() if limit != self._expected[name]}
+        )
 
     def _statements(self, limits: Mapping[str, int]) -> list[str]:
         idle = [f"SET LOCAL {IDLE} = {limits[IDLE]}"] if IDLE in limits else []
-        return idle + (database_product.lock_timeout(self._connection, f"{limits[LOCK]}ms") if LOCK in limits else [])
+        return idle + (
+            database_product.lock_timeout(self._connection, f"{limits[LOCK]}ms")
+            if LOCK in limits
+            else []
+        )
 
 
 def found_seconds(name: str, alias: str) -> float:
-    """Return the limit that the last transaction of BEGIN has found on a database; 0 is no limit."""
+    """Return the limit that the last transaction of BEGIN has found on a database; 0 is no
+    limit."""
     return _found.get((alias, name), 0) / 1000
 
 
 def lowered(name: str, limit: str) -> str:
-    """Return an expression that lowers a limit until the end of the transaction, and has the result as its value."""
+    """Return an expression that lowers a limit until the end of the transaction, and has the result
+    as its value."""
     own = f"current_setting('{name}')"
     lower = f"{own}::interval > interval '0' AND {own}::interval < interval '{limit}'"
     return f"set_config('{name}', CASE WHEN {lower} THEN {own} ELSE '{limit}' END, true)"
@@ -61,8 +74,11 @@ def limit_waits(cursor: CursorWrapper, connection: BaseDatabaseWrapper, limit: s
     return str(before)
 
 
-def limit_waits_on_workers(cursor: CursorWrapper, connection: BaseDatabaseWrapper, limit: str) -> None:
-    """Limit the waits on the workers of Citus too, which get the text of SET LOCAL, but not what a function sets."""
+def limit_waits_on_workers(
+    cursor: CursorWrapper, connection: BaseDatabaseWrapper, limit: str
+) -> None:
+    """Limit the waits on the workers of Citus too, which get the text of SET LOCAL, but not what a
+    function sets."""
     if database_product.is_citus(connection):
         for statement in database_product.lock_timeout(connection, limit):
             cursor.execute(statement)

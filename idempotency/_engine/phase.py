@@ -1,7 +1,8 @@
-"""An atomic phase: one transaction with the writes of a block and the new recovery point or the result.
+"""An atomic phase: one transaction with the writes of a block and the new recovery point or the
+result.
 
-``atomic_phase`` begins the transaction, and the block sets its end. The fenced UPDATE of the key is then sent with COMMIT, and
-the run records what was committed.
+``atomic_phase`` begins the transaction, and the block sets its end. The fenced UPDATE of the key is
+then sent with COMMIT, and the run records what was committed.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ if TYPE_CHECKING:  # ``set_response`` is the spelling of HTTP.
 
 
 class AtomicPhase:
-    """The handle of an ``atomic_phase`` block. The block must call exactly one of the three methods that end it."""
+    """The handle of an ``atomic_phase`` block. The block must call exactly one of the three methods
+    that end it."""
 
     def __init__(self, run: PhasedRun) -> None:
         self._run = run
@@ -38,39 +40,47 @@ class AtomicPhase:
     def set_recovery_point(self, name: str) -> None:
         """Commit the phase together with this recovery point.
 
-        Raises UnknownRecoveryPoint if the view does not declare the name, or if it is not after the current one.
+        Raises UnknownRecoveryPoint if the view does not declare the name, or if it is not after the
+        current one.
         """
         order = self._run.work.points
         here = self._run.key.recovery_point
         if name not in order[1:-1] or order.index(name) <= order.index(here):
             raise UnknownRecoveryPoint(
-                f"The recovery point {name!r} cannot follow {here!r}: the order is {', '.join(order)}. Declare it in "
-                f"@idempotent(recovery_points=[...]); a key moves forward only."
+                f"The recovery point {name!r} cannot follow {here!r}: the order is"
+                f" {', '.join(order)}. Declare it in @idempotent(recovery_points=[...]); a key"
+                " moves forward only."
             )
         self._end(name)
 
     def set_response(self, response: "HttpResponseBase") -> None:
         """Commit the phase together with this response, which finishes the key.
 
-        Any 4xx may finish the key here. This includes statuses of NEVER_STORED_STATUSES such as 403, and a 409 with
-        ``Retry-After``, which are not stored if the view returns them outside a phase.
-        Raises ResponseNotStorable for other statuses that are never stored, and for responses of ``not_stored()``.
+        Any 4xx may finish the key here. This includes statuses of NEVER_STORED_STATUSES such as
+        403, and a 409 with ``Retry-After``, which are not stored if the view returns them outside a
+        phase.
+        Raises ResponseNotStorable for other statuses that are never stored, and for responses of
+        ``not_stored()``.
         """
         self._run.work.refuse_unstorable(response)
         self._result = response
         self._end(FINISHED)
 
     def no_op(self) -> None:
-        """Commit the phase and keep the recovery point. Each retry repeats the writes, so they must be repeatable."""
+        """Commit the phase and keep the recovery point. Each retry repeats the writes, so they must
+        be repeatable."""
         self._end(self._run.key.recovery_point)
 
     def _end(self, to: str) -> None:
         if self._to is not None:
-            raise RuntimeError("The end of this phase was already set: call one of the three methods once.")
+            raise RuntimeError(
+                "The end of this phase was already set: call one of the three methods once."
+            )
         self._to = to
 
     def write(self, own: OwnTransaction) -> None:
-        """Write the recovery point or the response with the last statement: before COMMIT, or in one round trip with it.
+        """Write the recovery point or the response with the last statement: before COMMIT, or in
+        one round trip with it.
 
         Raises PhaseDidNotAdvance if no end was set.
         Raises LockLost if another claim has taken over the key.
@@ -81,9 +91,11 @@ class AtomicPhase:
         run.calls.refuse_unsettled()
         if connections[run.using].needs_rollback:
             raise TransactionManagementError(
-                "The transaction of this phase was marked for rollback: by set_rollback(True), by the exception handler of "
-                "Django REST framework, or by a database error that the block has caught. The phase is not committed. Handle "
-                "the exception outside the phase, or put the statements that may fail into a transaction.atomic() of their own."
+                "The transaction of this phase was marked for rollback: by set_rollback(True), by"
+                " the exception handler of Django REST framework, or by a database error that the"
+                " block has caught. The phase is not committed. Handle the exception outside the"
+                " phase, or put the statements that may fail into a transaction.atomic() of their"
+                " own."
             ) from connections[run.using].rollback_exc  # type: ignore[attr-defined]
         if self._to == FINISHED:
             # In the transaction of the phase: the template of a response may query the database.
@@ -110,17 +122,20 @@ class AtomicPhase:
 
 
 @either_context(holds_transaction=True)
-def atomic_phase(key: ClaimedKey, *, isolation: ChosenIsolation = "from settings") -> Iterator[AtomicPhase]:
-    """Run the block in one transaction on the key's database. The transaction also commits the new recovery point or the
-    response.
+def atomic_phase(
+    key: ClaimedKey, *, isolation: ChosenIsolation = "from settings"
+) -> Iterator[AtomicPhase]:
+    """Run the block in one transaction on the key's database. The transaction also commits the new
+    recovery point or the response.
 
-    On return the writes of the block are committed together with the recovery point or response that the block has set. If the
-    key is not finished, its lock is renewed. On an exception the transaction is rolled back. Do not call a downstream
-    service inside, because the call would keep the transaction open.
+    On return the writes of the block are committed together with the recovery point or response
+    that the block has set. If the key is not finished, its lock is renewed. On an exception the
+    transaction is rolled back. Do not call a downstream service inside, because the call would keep
+    the transaction open.
 
-    The argument ``isolation`` is "read committed", "repeatable read", "serializable", or None for the connection's own level.
-    The default is PHASE_ISOLATION. After a serialization failure the decorator runs the view again from the last recovery
-    point. An async view uses ``async with``.
+    The argument ``isolation`` is "read committed", "repeatable read", "serializable", or None for
+    the connection's own level. The default is PHASE_ISOLATION. After a serialization failure the
+    decorator runs the view again from the last recovery point. An async view uses ``async with``.
     Raises PhaseDidNotAdvance if the block called none of the three methods of AtomicPhase.
     Raises CallNotRecorded after an at-most-once call that was declared ``retryable()``.
     Raises CallInDoubt if an at-most-once call of the key has no recorded result.

@@ -49,7 +49,8 @@ class PhasedRun:
         key.run, key.calls = self, self.calls
 
     def begin_attempt(self) -> None:
-        """Begin an attempt. A second one reads the key again, and raises LockLost if it was taken over."""
+        """Begin an attempt. A second one reads the key again, and raises LockLost if it was taken
+        over."""
         resumed = self._started or self.key.attempts > 1
         if self._started:
             self._take(rows.read_own(self.key, using=self.using))
@@ -62,24 +63,26 @@ class PhasedRun:
         return self.key.recovery_point == FINISHED
 
     def phases(self) -> Iterator[str]:
-        """Yield the current recovery point until the key is finished. Raises PhaseDidNotAdvance after a pass without
-        progress, which would be repeated forever."""
+        """Yield the current recovery point until the key is finished. Raises PhaseDidNotAdvance
+        after a pass without progress, which would be repeated forever."""
         while not self.finished:
             self._moved = False
             yield self.key.recovery_point
             if not self._moved:
                 raise PhaseDidNotAdvance(
-                    f"A pass through the phases at {self.key.recovery_point!r} committed no progress, and would be repeated "
-                    f"forever. Handle this recovery point in the view, and end its phase with set_recovery_point() or "
-                    f"set_response()."
+                    f"A pass through the phases at {self.key.recovery_point!r} committed no"
+                    " progress, and would be repeated forever. Handle this recovery point in the"
+                    " view, and end its phase with set_recovery_point() or set_response()."
                 )
 
     def result(self) -> Any:
-        """Return the response that a phase stored: the object of this run, or one built from the row."""
+        """Return the response that a phase stored: the object of this run, or one built from the
+        row."""
         if self._outcome is None:
             if not self.finished:
                 raise RuntimeError(
-                    "The view called key.response() before a phase stored a response: end a phase with set_response()."
+                    "The view called key.response() before a phase stored a response: end a phase"
+                    " with set_response()."
                 )
             value = self.work.restored(self.key)
             self._outcome = Outcome(value, cast(int, self.key.response_code), is_stored=True)
@@ -89,7 +92,8 @@ class PhasedRun:
         return self._outcome is not None and outcome.value is self._outcome.value
 
     def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
-        """Return the isolation of the transaction of a phase. Raises RuntimeError inside an at-most-once call."""
+        """Return the isolation of the transaction of a phase. Raises RuntimeError inside an
+        at-most-once call."""
         self.calls.refuse_open()
         self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
         return self.level
@@ -104,14 +108,22 @@ class PhasedRun:
         self.note_moved(FINISHED)
 
     def note_end(self, key: ClaimedKey | None) -> None:
-        """Record the key at the end of the run. It is None if its row is gone, or if a failover gave its id to another key."""
+        """Record the key at the end of the run. It is None if its row is gone, or if a failover
+        gave its id to another key."""
         done = key is None or key.recovery_point == FINISHED
         self.key = key or self.key
-        self.end = KeyState.FINISHED if done else KeyState.STUCK if self.key.stuck_code else KeyState.RELEASED
+        self.end = (
+            KeyState.FINISHED
+            if done
+            else KeyState.STUCK
+            if self.key.stuck_code
+            else KeyState.RELEASED
+        )
 
 
 def run_of(key: ClaimedKey) -> PhasedRun:
-    """Return the run of the key. Raises RuntimeError if there is none, and if the key is finished."""
+    """Return the run of the key. Raises RuntimeError if there is none, and if the key is
+    finished."""
     run = key.run if isinstance(key, ClaimedKey) else None
     if not isinstance(run, PhasedRun):
         raise RuntimeError(NOT_PHASED)

@@ -1,4 +1,5 @@
-"""The run of plain work: one transaction contains the claim, the writes of the work and the stored result.
+"""The run of plain work: one transaction contains the claim, the writes of the work and the stored
+result.
 
 In a transaction that the caller has opened, such as a middleware, they are a savepoint of it.
 """
@@ -18,7 +19,12 @@ from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimedRequest
 from idempotency._engine.claims import Outcome as ClaimOutcome
 from idempotency._engine.several_databases import OtherTransactions
-from idempotency._engine.transactions import First, OwnTransaction, durable_transaction, in_outer_transaction
+from idempotency._engine.transactions import (
+    First,
+    OwnTransaction,
+    durable_transaction,
+    in_outer_transaction,
+)
 from idempotency._text import first_line
 from idempotency.conf import Isolation
 from idempotency.exceptions import Unavailable
@@ -45,9 +51,9 @@ class PlainRun:
         return self.work.level()
 
     def attempt(self, call: Callable[[], Outcome]) -> tuple[Claim, Outcome | None]:
-        """Claim the key and call; repeat after a serialization failure, and wait while another run holds the key. The outcome
-        is None if the key could not be claimed. In an outer transaction nothing is repeated, and nothing waits: its snapshot
-        and its locks stay."""
+        """Claim the key and call; repeat after a serialization failure, and wait while another run
+        holds the key. The outcome is None if the key could not be claimed. In an outer transaction
+        nothing is repeated, and nothing waits: its snapshot and its locks stay."""
         try:
             if self.is_nested:
                 return self._in_transaction(call)
@@ -65,9 +71,10 @@ class PlainRun:
     def _in_transaction(self, call: Callable[[], Outcome]) -> tuple[Claim, Outcome | None]:
         """Claim the key and call in one transaction.
 
-        Other databases with ATOMIC_REQUESTS commit before the key, so that no result is stored if another COMMIT fails.
-        Raises Unavailable if the COMMIT of the key fails after another COMMIT. A retry in the process would repeat the other
-        writes unnoticed.
+        Other databases with ATOMIC_REQUESTS commit before the key, so that no result is stored if
+        another COMMIT fails.
+        Raises Unavailable if the COMMIT of the key fails after another COMMIT. A retry in the
+        process would repeat the other writes unnoticed.
         """
         work, using = self.work, self.using
         others = OtherTransactions(work.other_databases(using), last=using)
@@ -89,8 +96,14 @@ class PlainRun:
         except Error as error:
             if not others.committed or work.is_committed:
                 raise
-            logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", others.committed, using, first_line(error))
-            raise Unavailable(code="database_unavailable") from None  # Attempts would retry an error with a cause.
+            logger.error(
+                "COMMIT succeeded in %r, but failed for the key in %r: %s",
+                others.committed,
+                using,
+                first_line(error),
+            )
+            # Attempts would retry an error with a cause.
+            raise Unavailable(code="database_unavailable") from None
         if not commits:
             work.put_back()
         return claim, outcome
@@ -99,10 +112,13 @@ class PlainRun:
         if self.is_nested:
             return savepoints.savepoint(using=self.using)
         lease = self._request.lease_seconds
-        return durable_transaction(self.work.level(), using=self.using, first=first, lease_seconds=lease)
+        return durable_transaction(
+            self.work.level(), using=self.using, first=first, lease_seconds=lease
+        )
 
     def _end(self, outcome: Outcome, others: OtherTransactions) -> bool:
-        """Write the result with the last statement of the transaction, or mark it for rollback; return whether it commits."""
+        """Write the result with the last statement of the transaction, or mark it for rollback;
+        return whether it commits."""
         if outcome.is_stored or outcome.keeps_writes:
             self._refuse_rollback(outcome, others)
         ends = None if others.used else self.transaction  # Other databases commit before this one.
@@ -117,22 +133,26 @@ class PlainRun:
         return True
 
     def _refuse_rollback(self, outcome: Outcome, others: OtherTransactions) -> None:
-        """Raise RolledBack for an error, or TransactionManagementError for a success, if the work has marked a transaction for
-        rollback. After a serialization failure, the caller runs the work again."""
+        """Raise RolledBack for an error, or TransactionManagementError for a success, if the work
+        has marked a transaction for rollback. After a serialization failure, the caller runs the
+        work again."""
         for connection in others.marked_for_rollback():
             if outcome.code >= 400:
                 raise RolledBack(outcome) from connection.rollback_exc
             raise TransactionManagementError(
-                f"The view {self.work.name} responded with status {outcome.code}, but its transaction on "
-                f"{connection.alias!r} was marked for rollback: by set_rollback(True), by the exception handler of Django REST "
-                f"framework, or by a database error that the view has caught. Nothing is stored. Respond with an error, raise "
-                f"an exception, or put the statements that may fail into a transaction.atomic() of their own."
+                f"The view {self.work.name} responded with status {outcome.code}, but its"
+                f" transaction on {connection.alias!r} was marked for rollback: by"
+                " set_rollback(True), by the exception handler of Django REST framework, or by a"
+                " database error that the view has caught. Nothing is stored. Respond with an"
+                " error, raise an exception, or put the statements that may fail into a"
+                " transaction.atomic() of their own."
             ) from connection.rollback_exc
 
 
 class RolledBack(Exception):
-    """The work returned an error, and had marked its transaction for rollback: the error is stored as if an exception had
-    become it. ``handle_exception()`` of Django REST framework sets the mark under ATOMIC_REQUESTS."""
+    """The work returned an error, and had marked its transaction for rollback: the error is stored
+    as if an exception had become it. ``handle_exception()`` of Django REST framework sets the mark
+    under ATOMIC_REQUESTS."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()

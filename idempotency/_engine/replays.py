@@ -1,4 +1,5 @@
-"""What a caller gets if its run does not do the work: the stored result of a finished key, or a neutral exception."""
+"""What a caller gets if its run does not do the work: the stored result of a finished key, or a
+neutral exception."""
 
 import logging
 from typing import Any
@@ -23,7 +24,8 @@ from idempotency.exceptions import (
 
 logger = logging.getLogger("idempotency")
 
-#: The maximum of ``InProgress.retry_after``, in seconds: most runs end long before their lock expires.
+#: The maximum of ``InProgress.retry_after``, in seconds: most runs end long before their lock
+#: expires.
 LOOK_AGAIN_SECONDS = 2
 
 #: The codes of signals for these exceptions.
@@ -39,8 +41,9 @@ class CannotRun(KeyStuck):
 
 
 def cause_of(stuck: KeyStuck) -> tuple[str, str]:
-    """Return the stuck code and the reason of a key. Attributes of a project's subclass may raise any error. A code whose keys
-    are open to retries is for CannotRun only: each retry would run a view that gave up again."""
+    """Return the stuck code and the reason of a key. Attributes of a project's subclass may raise
+    any error. A code whose keys are open to retries is for CannotRun only: each retry would run a
+    view that gave up again."""
     try:
         code = storable_code(stuck.code)
     except Exception:
@@ -56,8 +59,9 @@ def cause_of(stuck: KeyStuck) -> tuple[str, str]:
 
 def unknown_point(key: ClaimedKey) -> str:
     return (
-        f"The running code does not declare the recovery point {key.recovery_point!r}. Deploy code that declares it: the next "
-        f"request or the completer then continues from there. Nothing is lost."
+        f"The running code does not declare the recovery point {key.recovery_point!r}. Deploy code"
+        " that declares it: the next request or the completer then continues from there. Nothing"
+        " is lost."
     )
 
 
@@ -75,12 +79,14 @@ def without_running(claim: Claim, work: Work, *, using: str) -> Any:
 
 
 def of_other_run(key: ClaimedKey | None, work: Work) -> Any:
-    """Return the value that the run that has taken over the key has stored, or raise why it has none. For the completer, no
-    replay is announced."""
+    """Return the value that the run that has taken over the key has stored, or raise why it has
+    none. For the completer, no replay is announced."""
     if key is not None and key.finished_at is not None:
         return _stored_value(key, work) if work.by_completer else replay(key, work)
     stuck_code = key.stuck_code if key is not None else ""
-    refusal = refusal_of_stuck(stuck_code) if stuck_code else InProgress(retry_after=LOOK_AGAIN_SECONDS)
+    refusal = (
+        refusal_of_stuck(stuck_code) if stuck_code else InProgress(retry_after=LOOK_AGAIN_SECONDS)
+    )
     events.emit(signals.key_conflict, key, work.request, code=code_of(refusal))
     raise refusal
 
@@ -96,8 +102,8 @@ def replay(key: ClaimedKey, work: Work) -> Any:
 def _stored_value(key: ClaimedKey, work: Work) -> Any:
     if key.response_code is None:
         logger.error(
-            "key %s was committed without a response, probably because its view ended the transaction with COMMIT. The writes "
-            "before it are committed. The client gets 409.",
+            "key %s was committed without a response, probably because its view ended the"
+            " transaction with COMMIT. The writes before it are committed. The client gets 409.",
             key.key_hash,
             extra=events.about(key),
         )

@@ -1,8 +1,9 @@
 """Confirm that commits are on the synchronous standbys: the setting ``CONFIRM_REPLICATED``.
 
-PostgreSQL shows a commit to others when its wait for the standbys ends. A cancel, or a crash or restart of the server, may cut
-the wait short. The commit is then visible on this server alone, and a failover loses it. A barrier is a later commit. Its wait
-includes all earlier WAL, so all that was visible before is on the standbys.
+PostgreSQL shows a commit to others when its wait for the standbys ends. A cancel, or a crash or
+restart of the server, may cut the wait short. The commit is then visible on this server alone, and
+a failover loses it. A barrier is a later commit. Its wait includes all earlier WAL, so all that was
+visible before is on the standbys.
 """
 
 import selectors
@@ -33,14 +34,17 @@ SETTINGS = (
     "current_setting('synchronous_standby_names'), current_setting('synchronous_commit'), "
     "current_setting('client_min_messages')"
 )
-#: A commit waits only if its transaction has written. The message needs no privilege, and is allowed in READ ONLY.
+#: A commit waits only if its transaction has written. The message needs no privilege, and is
+#: allowed in READ ONLY.
 _BARRIER = f"SELECT {SETTINGS}, pg_logical_emit_message(true, 'idempotency', '')"
-#: The function that warns of a cancelled wait. The text of the warning is translated, and its SQLSTATE is that of any warning.
+#: The function that warns of a cancelled wait. The text of the warning is translated, and its
+#: SQLSTATE is that of any warning.
 _WAIT = "SyncRepWaitForLSN"
 
 
 def obstacle(standby_names: str, synchronous_commit: str, client_min_messages: str) -> str:
-    """Return why a commit would prove nothing with these settings of PostgreSQL, or an empty string."""
+    """Return why a commit would prove nothing with these settings of PostgreSQL, or an empty
+    string."""
     by_storage = conf.get().CONFIRM_REPLICATED == "storage"
     if synchronous_commit == "off" or (synchronous_commit == "local" and not by_storage):
         return f"synchronous_commit is {synchronous_commit}"
@@ -52,13 +56,18 @@ def obstacle(standby_names: str, synchronous_commit: str, client_min_messages: s
 
 
 def confirm(using: str) -> None:
-    """Wait until the standbys have all commits that were visible before this call. Do nothing without CONFIRM_REPLICATED.
+    """Wait until the standbys have all commits that were visible before this call. Do nothing
+    without CONFIRM_REPLICATED.
 
-    The barrier is a commit of its own: in a transaction it takes a second connection. Inside ``TestCase`` nothing is committed,
-    so nothing is confirmed.
-    Raises NotReplicated if the settings of the server make the wait useless, or the standbys do not confirm in time.
+    The barrier is a commit of its own: in a transaction it takes a second connection. Inside
+    ``TestCase`` nothing is committed, so nothing is confirmed.
+    Raises NotReplicated if the settings of the server make the wait useless, or the standbys do not
+    confirm in time.
     """
-    if not conf.get().CONFIRM_REPLICATED or (connection := connections[using]).vendor != "postgresql":
+    if (
+        not conf.get().CONFIRM_REPLICATED
+        or (connection := connections[using]).vendor != "postgresql"
+    ):
         return
     if connection.get_autocommit():
         _pass_barrier(connection)
@@ -71,15 +80,22 @@ def confirm(using: str) -> None:
 
 
 def watches_commits(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the commits of a block on this connection are confirmed: not in a transaction, which commits later."""
-    return bool(conf.get().CONFIRM_REPLICATED) and connection.vendor == "postgresql" and not connection.in_atomic_block
+    """Return whether the commits of a block on this connection are confirmed: not in a transaction,
+    which commits later."""
+    return (
+        bool(conf.get().CONFIRM_REPLICATED)
+        and connection.vendor == "postgresql"
+        and not connection.in_atomic_block
+    )
 
 
 @contextmanager
 def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Watch the commits of the block. Do nothing without CONFIRM_REPLICATED, and in a transaction, which commits later.
+    """Watch the commits of the block. Do nothing without CONFIRM_REPLICATED, and in a transaction,
+    which commits later.
 
-    Raises NotReplicated if the wait of one was cancelled. That commit is visible on this server, and may be lost.
+    Raises NotReplicated if the wait of one was cancelled. That commit is visible on this server,
+    and may be lost.
     """
     if not watches_commits(connection):
         yield
@@ -104,13 +120,19 @@ def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
     own = opened(connection)
     if is_citus(connection) and conf.get().CONFIRM_REPLICATED != "storage":
         raise NotReplicated(
-            "The engine is Citus: a commit of its coordinator proves nothing about the standbys of its workers."
+            "The engine is Citus: a commit of its coordinator proves nothing about the standbys of"
+            " its workers."
         )
-    with debug_transaction(connection, _BARRIER), connection.wrap_database_errors, confirmed_commit(connection):
+    with (
+        debug_transaction(connection, _BARRIER),
+        connection.wrap_database_errors,
+        confirmed_commit(connection),
+    ):
         try:
             result = _result_in_time(own)
         finally:
-            if own.pgconn.transaction_status == TransactionStatus.ACTIVE:  # at the deadline, or after an interrupt
+            # at the deadline, or after an interrupt
+            if own.pgconn.transaction_status == TransactionStatus.ACTIVE:
                 _abandon(connection)
     if result is None:
         raise NotReplicated(f"No standby has confirmed within {DEADLINE_SECONDS:g} s.")
@@ -123,8 +145,8 @@ def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
 
 
 def _result_in_time(own: "psycopg.Connection[Any]") -> PGresult | None:
-    """Run the barrier; return its result after COMMIT, or None at the deadline. No time limit of PostgreSQL ends the wait of a
-    COMMIT, so the client measures it."""
+    """Run the barrier; return its result after COMMIT, or None at the deadline. No time limit of
+    PostgreSQL ends the wait of a COMMIT, so the client measures it."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     server = own.pgconn
     server.send_query(_BARRIER.encode())
@@ -143,7 +165,8 @@ def _result_in_time(own: "psycopg.Connection[Any]") -> PGresult | None:
 
 
 def _abandon(connection: BaseDatabaseWrapper) -> None:
-    """Cancel the barrier and drop the connection. Without the cancel its backend would wait on, and retries would add more."""
+    """Cancel the barrier and drop the connection. Without the cancel its backend would wait on, and
+    retries would add more."""
     own: psycopg.Connection[Any] = connection.connection
     with suppress(psycopg.Error):
         own.cancel_safe(timeout=_CANCEL_SECONDS)

@@ -1,8 +1,10 @@
-"""The claim of a plain run in one round trip with BEGIN, and the last statement of a transaction in one with COMMIT.
+"""The claim of a plain run in one round trip with BEGIN, and the last statement of a transaction in
+one with COMMIT.
 
-libpq's pipeline mode sends several statements before it reads a result. After an error PostgreSQL skips the rest, so a COMMIT
-behind a statement that fails does nothing. It is known which statement failed: an error of the COMMIT is never taken for one
-of the statement before it. psycopg's own pipeline costs more processor time than a round trip over a unix socket.
+libpq's pipeline mode sends several statements before it reads a result. After an error PostgreSQL
+skips the rest, so a COMMIT behind a statement that fails does nothing. It is known which statement
+failed: an error of the COMMIT is never taken for one of the statement before it. psycopg's own
+pipeline costs more processor time than a round trip over a unix socket.
 Source: PostgreSQL, "Pipeline Mode" of libpq.
 """
 
@@ -33,8 +35,8 @@ from idempotency._hidden import Hidden, Parameters
 _GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: libpq before 14 has no pipeline mode.
 _SUPPORTED = psycopg.Pipeline.is_supported()
-#: After this number of losses a connection prepares no statement. A loss has two causes: a pooler changed the server, or
-#: psycopg sent DEALLOCATE ALL after a rollback.
+#: After this number of losses a connection prepares no statement. A loss has two causes: a pooler
+#: changed the server, or psycopg sent DEALLOCATE ALL after a rollback.
 _MAX_LOSSES = 2
 #: The server has no statement of this name, or its plan does not fit to a changed table.
 _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)
@@ -52,13 +54,13 @@ Meanings = Mapping[type[psycopg.Error], type[Exception]]
 
 
 class StaleStatement(psycopg.errors.SerializationFailure):
-    """The server has lost a prepared statement, or has another one of its name. The transaction was rolled back, and may
-    succeed on a retry."""
+    """The server has lost a prepared statement, or has another one of its name. The transaction was
+    rolled back, and may succeed on a retry."""
 
 
 class Result(NamedTuple):
-    """The first row of a statement, None if there is none; the number of rows that it returned or changed; and the values of
-    the SHOW statements before it."""
+    """The first row of a statement, None if there is none; the number of rows that it returned or
+    changed; and the values of the SHOW statements before it."""
 
     row: tuple[Any, ...] | None
     rows: int
@@ -67,7 +69,8 @@ class Result(NamedTuple):
 
 @dataclass(slots=True)
 class _Prepared:
-    """The names of the prepared statements of one connection, and how often it has sent the others."""
+    """The names of the prepared statements of one connection, and how often it has sent the
+    others."""
 
     names: dict[_Key, bytes] = field(default_factory=dict)
     uses: Counter[_Key] = field(default_factory=Counter)
@@ -77,14 +80,22 @@ class _Prepared:
 def can_be_merged(connection: BaseDatabaseWrapper) -> bool:
     """Return whether transactions of an open connection begin and end this way."""
     usable = _SUPPORTED and isinstance(connection.connection, psycopg.Connection)
-    return usable and conf.get().MERGE_ROUND_TRIPS and not is_citus(connection) and not is_instrumented(connection)
+    return (
+        usable
+        and conf.get().MERGE_ROUND_TRIPS
+        and not is_citus(connection)
+        and not is_instrumented(connection)
+    )
 
 
 def can_send(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether ``run`` may send a statement alone, in the open transaction or in autocommit. It costs less processor
-    time than a cursor. psycopg sends the BEGIN of a transaction of Django's only with a cursor."""
+    """Return whether ``run`` may send a statement alone, in the open transaction or in autocommit.
+    It costs less processor time than a cursor. psycopg sends the BEGIN of a transaction of Django's
+    only with a cursor."""
     own = connection.connection
-    return can_be_merged(connection) and (own.autocommit or own.info.transaction_status != TransactionStatus.IDLE)
+    return can_be_merged(connection) and (
+        own.autocommit or own.info.transaction_status != TransactionStatus.IDLE
+    )
 
 
 def run(
@@ -120,9 +131,15 @@ def _run(
     query, names = numbered(text)
     transformer = Transformer(own)
     # A partial of libpq's functions would show the values.
-    values = Hidden(transformer.dump_sequence([parameters.value[name] for name in names], [PyFormat.AUTO] * len(names)))
+    values = Hidden(
+        transformer.dump_sequence(
+            [parameters.value[name] for name in names], [PyFormat.AUTO] * len(names)
+        )
+    )
     types, formats = transformer.types or (), transformer.formats
-    sends: list[Callable[[], None]] = [partial(server.send_query_params, each.encode(), None) for each in before]
+    sends: list[Callable[[], None]] = [
+        partial(server.send_query_params, each.encode(), None) for each in before
+    ]
     key, place = (query, types), len(before)
     if (name := prepared.names.get(key)) is None and _is_worth_preparing(own, key):
         name = b"idempotency_" + hashlib.sha256(repr(key).encode()).hexdigest()[:16].encode()
@@ -144,11 +161,15 @@ def _run(
     return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
 
 
-def noted_in_log(connection: BaseDatabaseWrapper, statements: Sequence[str]) -> AbstractContextManager[None]:
+def noted_in_log(
+    connection: BaseDatabaseWrapper, statements: Sequence[str]
+) -> AbstractContextManager[None]:
     """Note a message in Django's query log, without the statements that only read a setting."""
     if not connection.queries_logged:
         return nullcontext()
-    return debug_transaction(connection, "; ".join(text for text in statements if not text.startswith("SHOW ")))
+    return debug_transaction(
+        connection, "; ".join(text for text in statements if not text.startswith("SHOW "))
+    )
 
 
 def shown(results: Sequence[PGresult]) -> tuple[str, ...]:
@@ -157,9 +178,14 @@ def shown(results: Sequence[PGresult]) -> tuple[str, ...]:
 
 
 def _error(
-    own: "psycopg.Connection[Any]", result: PGresult, failed: _Key | None, name: bytes | None, meanings: Meanings
+    own: "psycopg.Connection[Any]",
+    result: PGresult,
+    failed: _Key | None,
+    name: bytes | None,
+    meanings: Meanings,
 ) -> Exception:
-    """Return the exception for a failed result. ``failed`` is the key of the statement, None if another one failed."""
+    """Return the exception for a failed result. ``failed`` is the key of the statement, None if
+    another one failed."""
     error = error_from_result(result, encoding=own.info.encoding)
     prepared = _prepared(own)
     if error.sqlstate is None:  # As in psycopg's cursors, a broken connection.
@@ -179,9 +205,12 @@ def _error(
 def _is_worth_preparing(own: "psycopg.Connection[Any]", key: _Key) -> bool:
     prepared = _prepared(own)
     prepared.uses[key] += 1
-    # With other cursors the views have statements that psycopg prepares, and drops with all others after a rollback.
+    # With other cursors the views have statements that psycopg prepares, and drops with all others
+    # after a rollback.
     settled = issubclass(own.cursor_factory, psycopg.ClientCursor) and prepared.losses < _MAX_LOSSES
-    return settled and own.prepare_threshold is not None and prepared.uses[key] > own.prepare_threshold
+    return (
+        settled and own.prepare_threshold is not None and prepared.uses[key] > own.prepare_threshold
+    )
 
 
 def _prepared(own: "psycopg.Connection[Any]") -> _Prepared:
@@ -192,7 +221,8 @@ def _prepared(own: "psycopg.Connection[Any]") -> _Prepared:
 
 
 def _exchange(own: "psycopg.Connection[Any]", sends: list[Callable[[], None]]) -> list[PGresult]:
-    """Send statements and return their results up to the first error. The connection is closed if the exchange does not end."""
+    """Send statements and return their results up to the first error. The connection is closed if
+    the exchange does not end."""
     with own.lock:
         try:
             return own.wait(_exchanging(own.pgconn, sends))
@@ -216,7 +246,8 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
     except psycopg.OperationalError:
         if not results or results[-1].status in _GOOD:
             raise
-        return results  # The server named the reason, such as a time limit, before it closed the connection.
+        # The server named the reason, such as a time limit, before it closed the connection.
+        return results
     server.exit_pipeline_mode()
     return results
 

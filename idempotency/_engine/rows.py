@@ -15,14 +15,23 @@ from django.db.models import DEFERRED
 
 from idempotency._engine import database_product, round_trips, statements
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.cursors import changed_rows, classified_errors, is_instrumented, numbered, own_cursor, positional
+from idempotency._engine.cursors import (
+    changed_rows,
+    classified_errors,
+    is_instrumented,
+    numbered,
+    own_cursor,
+    positional,
+)
 from idempotency._engine.round_trips import Result, StaleStatement
 from idempotency._hidden import Hidden, Parameters
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
 #: The attributes of a key in the order of its fields, all deferred.
-_DEFERRED = dict.fromkeys((field.attname for field in IdempotencyKey._meta.concrete_fields), DEFERRED)
+_DEFERRED = dict.fromkeys(
+    (field.attname for field in IdempotencyKey._meta.concrete_fields), DEFERRED
+)
 
 
 @cache
@@ -44,10 +53,14 @@ def execute(text: str, parameters: Parameters, using: str) -> int:
 
 def fetch(text: str, parameters: Parameters, using: str) -> tuple[Any, ...] | None:
     """Return the first row of a statement, or None."""
-    return _run(text, parameters, using, lambda cursor: Result(cursor.fetchone(), cursor.rowcount)).row
+    return _run(
+        text, parameters, using, lambda cursor: Result(cursor.fetchone(), cursor.rowcount)
+    ).row
 
 
-def _run(text: str, parameters: Parameters, using: str, read: Callable[[CursorWrapper], Result]) -> Result:
+def _run(
+    text: str, parameters: Parameters, using: str, read: Callable[[CursorWrapper], Result]
+) -> Result:
     connection = connections[using]
     postgresql = connection.vendor == "postgresql"
     if postgresql:
@@ -61,8 +74,8 @@ def _run(text: str, parameters: Parameters, using: str, read: Callable[[CursorWr
         text, names = positional(text)
         bound = Hidden(tuple(parameters.value[name] for name in names))
     elif postgresql and not connection.settings_dict["OPTIONS"].get("server_side_binding"):
-        # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's log of a cursor with
-        # server-side binding needs them.
+        # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's
+        # log of a cursor with server-side binding needs them.
         factory = psycopg.RawCursor
         text, names = numbered(text)
         bound = Hidden([parameters.value[name] for name in names])
@@ -86,7 +99,8 @@ def read(pk: int, *, using: str) -> ClaimedKey | None:
 
 
 def fetch_key(text: str, parameters: Parameters, using: str) -> ClaimedKey | None:
-    """Return the key of a row with ``statements.READ`` and its age. Its fence is the token of the current claim."""
+    """Return the key of a row with ``statements.READ`` and its age. Its fence is the token of the
+    current claim."""
     sent = time.monotonic()
     row = Hidden(fetch(text, parameters, using))
     if row.value is None:
@@ -99,29 +113,37 @@ def fetch_key(text: str, parameters: Parameters, using: str) -> ClaimedKey | Non
 
 
 def born(sent: float, age_seconds: float) -> float:
-    """Return the creation of a key on this process's monotonic clock, from the age that a statement returned.
+    """Return the creation of a key on this process's monotonic clock, from the age that a statement
+    returned.
 
-    The age ends at the start of the statement, which may have waited for a lock since. The argument ``sent`` is a time before
-    that start, so the key counts as too old rather than too young: a downstream service may have forgotten an old key.
+    The age ends at the start of the statement, which may have waited for a lock since. The argument
+    ``sent`` is a time before that start, so the key counts as too old rather than too young: a
+    downstream service may have forgotten an old key.
     """
     return sent - age_seconds
 
 
 def read_own(key: ClaimedKey, *, using: str) -> ClaimedKey:
-    """Return a fresh copy of a key that this run holds. Raises LockLost if another claim has taken it over."""
+    """Return a fresh copy of a key that this run holds. Raises LockLost if another claim has taken
+    it over."""
     fresh = read(key.pk, using=using)
     if fresh is None or fresh.fence != key.fence:
         raise LockLost
     return fresh
 
 
-def key_of_row(names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any) -> ClaimedKey:
-    """Return a key with the columns ``names`` and the attributes ``known``; other fields are deferred."""
+def key_of_row(
+    names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any
+) -> ClaimedKey:
+    """Return a key with the columns ``names`` and the attributes ``known``; other fields are
+    deferred."""
     columns, attributes = Hidden(list(values.value)), Hidden(_DEFERRED | known)
     del known  # The converters of the project's user model run here, and the receivers of signals.
     for position, converters, expression in _converters(names, using):
         for converter in converters:
-            columns.value[position] = converter(columns.value[position], expression, connections[using])
+            columns.value[position] = converter(
+                columns.value[position], expression, connections[using]
+            )
     attributes.value.update(zip(names, columns.value, strict=True))
     key = ClaimedKey(*attributes.value.values())
     key._state.adding, key._state.db = False, using
@@ -134,7 +156,8 @@ def token_parameter(token: uuid.UUID | None, using: str) -> Any:
 
 @cache
 def array_parameter(names: tuple[str, ...], using: str) -> str:
-    """Return the names as the literal of an array: psycopg would look up the types of a list at each use."""
+    """Return the names as the literal of an array: psycopg would look up the types of a list at
+    each use."""
     if vendor(using) != "postgresql":
         return json.dumps(names)
     quoted = (name.replace("\\", r"\\").replace('"', r"\"") for name in names)

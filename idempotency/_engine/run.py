@@ -1,7 +1,7 @@
 """Run the work of a key: claim the key, call the work, and settle the key.
 
-A plain run has one transaction (``plain_run``). A phased run claims the key first, continues from its recovery point, and
-settles the key at its end.
+A plain run has one transaction (``plain_run``). A phased run claims the key first, continues from
+its recovery point, and settles the key at its end.
 """
 
 import logging
@@ -22,7 +22,14 @@ from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.plain_run import PlainRun, RolledBack
-from idempotency._engine.replays import CannotRun, cause_of, of_other_run, refusal_of_stuck, unknown_point, without_running
+from idempotency._engine.replays import (
+    CannotRun,
+    cause_of,
+    of_other_run,
+    refusal_of_stuck,
+    unknown_point,
+    without_running,
+)
 from idempotency._engine.transactions import (
     refuse_outer_transaction,
 )
@@ -39,7 +46,8 @@ logger = logging.getLogger("idempotency")
 
 
 def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
-    """Claim the key and do the work in one transaction. A rollback also restores the state of the work.
+    """Claim the key and do the work in one transaction. A rollback also restores the state of the
+    work.
 
     Raises InProgress, KeyReused, InterventionRequired or Unavailable if the key cannot be claimed.
     """
@@ -53,21 +61,26 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
                 raise
             if work.is_committed:
                 raise RuntimeError(
-                    "A hook of transaction.on_commit() raised this exception after the response was stored."
+                    "A hook of transaction.on_commit() raised this exception after the response was"
+                    " stored."
                 ) from error
             if instead.is_raised:
                 raise
             if instead.keeps_writes:
                 raise RuntimeError(
-                    f"The writes of the view {work.name} are rolled back, because it raised an exception or marked its "
-                    f"transaction for rollback. It cannot respond with not_stored(keep_writes=True)."
+                    f"The writes of the view {work.name} are rolled back, because it raised an"
+                    " exception or marked its transaction for rollback. It cannot respond with"
+                    " not_stored(keep_writes=True)."
                 ) from error
             if not instead.is_stored:
                 return instead.value
-            # The writes of work that raised are rolled back, as under ATOMIC_REQUESTS; its outcome is stored.
+            # The writes of work that raised are rolled back, as under ATOMIC_REQUESTS; its outcome
+            # is stored.
             claim, outcome = run.attempt(lambda: instead)
         finally:
-            del instead  # Break the cycle of this frame and the traceback of its cause, which keeps the request in memory.
+            # Break the cycle of this frame and the traceback of its cause, which keeps the request
+            # in memory.
+            del instead
     if outcome is None:
         return without_running(claim, work, using=using)
     if outcome.is_stored:
@@ -92,14 +105,19 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     if claim.outcome is not ClaimOutcome.CLAIMED:
         return without_running(claim, work, using=using)
     if claim.key.attempts > 1:
-        logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=events.about(claim.key))
+        logger.info(
+            "key %s is resumed at %s",
+            claim.key.key_hash,
+            claim.key.recovery_point,
+            extra=events.about(claim.key),
+        )
     events.emit(signals.key_claimed, claim.key, work.request)
     return run_claimed(PhasedRun(claim.key, work))
 
 
 def run_claimed(run: PhasedRun) -> Any:
-    """Do the work of a claimed key, and settle the key. On return or exception ``run.end`` is the state of the key, as far as
-    this process knows it."""
+    """Do the work of a claimed key, and settle the key. On return or exception ``run.end`` is the
+    state of the key, as far as this process knows it."""
     key = run.key
     try:
         outcome = _settled(run)
@@ -117,12 +135,14 @@ def run_claimed(run: PhasedRun) -> Any:
 
 
 def _settled(run: PhasedRun) -> Outcome:
-    """Do the work and settle the key. An exception of ``settle`` ends the run like one of the work, and is settled too."""
+    """Do the work and settle the key. An exception of ``settle`` ends the run like one of the work,
+    and is settled too."""
     try:
         try:
             result = _in_attempts(run)
         except Exception as error:
-            # ``outcome_of`` was not asked, because the cause is a failure that was retried. A 4xx still is an outcome.
+            # ``outcome_of`` was not asked, because the cause is a failure that was retried. A 4xx
+            # still is an outcome.
             refusal = run.work.refusal_of(error)
             if refusal is None:
                 raise
@@ -156,7 +176,8 @@ def _in_attempts(run: PhasedRun) -> Outcome:
 
 
 def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
-    """Write what becomes of the key of a phased run. Return the outcome for the caller, or raise the exception.
+    """Write what becomes of the key of a phased run. Return the outcome for the caller, or raise
+    the exception.
 
     The first case that fits decides:
 
@@ -179,7 +200,8 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
             _mark_stuck(run, code, reason)
             raise refusal_of_stuck(code) from result
         case NotReplicated():
-            # A release may wait without end now. The last commit may have finished the key, and a failover may undo that.
+            # A release may wait without end now. The last commit may have finished the key, and a
+            # failover may undo that.
             release_later(key, error_text(result), using=using)
             raise result
         case BaseException():
@@ -197,9 +219,14 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         case _ if run.finished or (is_definitive and not is_early_error):
             run.calls.refuse_doubt()
             raise _not_committed(result) from result.cause
-        # The completer has no caller who waits. It stores no early error, because a repeat may get another one.
+        # The completer has no caller who waits. It stores no early error, because a repeat may get
+        # another one.
         case _ if is_definitive and not run.work.by_completer:
-            repeat(partial(fence.finish, key, run.work.stored(result.value), using=using, untouched=True))
+            repeat(
+                partial(
+                    fence.finish, key, run.work.stored(result.value), using=using, untouched=True
+                )
+            )
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
@@ -217,25 +244,34 @@ def _described(run: PhasedRun, outcome: Outcome) -> str:
 
 
 def _not_committed(outcome: Outcome) -> ResponseNotCommitted:
-    what = type(outcome.cause).__name__ if outcome.is_raised else f"A response with status {outcome.code}"
+    what = (
+        type(outcome.cause).__name__
+        if outcome.is_raised
+        else f"A response with status {outcome.code}"
+    )
     return ResponseNotCommitted(
-        f"{what} is not the response that a phase stored. Store it with phase.set_response(response) and return key.response()."
+        f"{what} is not the response that a phase stored. Store it with"
+        " phase.set_response(response) and return key.response()."
     )
 
 
 def _taken_over(run: PhasedRun, key: ClaimedKey) -> Any:
-    """Return the value of the run that has taken over the key. The other run may be this one: then the result of its COMMIT
-    was lost."""
+    """Return the value of the run that has taken over the key. The other run may be this one: then
+    the result of its COMMIT was lost."""
     _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=run.using)
     other = rows.read(key.pk, using=run.using)
-    if other is not None and (other.scope, other.idempotency_key) != (key.scope, key.idempotency_key):
+    if other is not None and (other.scope, other.idempotency_key) != (
+        key.scope,
+        key.idempotency_key,
+    ):
         other = None  # A failover that lost this key has given its id to another.
     run.note_end(other)
     return of_other_run(other, run.work)
 
 
 def _release(key: ClaimedKey, error: str, *, using: str) -> None:
-    """Release the key; after a database error retry on a new connection, then in a thread until the lock expires."""
+    """Release the key; after a database error retry on a new connection, then in a thread until the
+    lock expires."""
     for attempt in (1, 2):
         try:
             fence.release(key, error, using=using)
@@ -255,8 +291,9 @@ def _release(key: ClaimedKey, error: str, *, using: str) -> None:
 
 
 def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
-    """Mark the key as stuck; retry once on a new connection. Announce it unless its code is unchanged. Raises LockLost if
-    another run has the key: the caller then gets the result of that run."""
+    """Mark the key as stuck; retry once on a new connection. Announce it unless its code is
+    unchanged. Raises LockLost if another run has the key: the caller then gets the result of that
+    run."""
     key, before = run.key, run.key.stuck_code
     try:
         fence.mark_stuck(key, code, reason, using=run.using)

@@ -1,7 +1,7 @@
 """The savepoint of a key in a transaction that its caller has opened, such as a middleware.
 
-The key, its work and its response commit with that transaction or are rolled back with it. The app sets nothing in it: a
-setting of SET LOCAL would outlive the savepoint.
+The key, its work and its response commit with that transaction or are rolled back with it. The app
+sets nothing in it: a setting of SET LOCAL would outlive the savepoint.
 """
 
 import logging
@@ -22,8 +22,8 @@ from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
-#: The most keys in one transaction. Each holds two advisory locks until its end, and the server has one table for the locks of
-#: all sessions.
+#: The most keys in one transaction. Each holds two advisory locks until its end, and the server has
+#: one table for the locks of all sessions.
 MAX_KEYS = 1000
 
 
@@ -32,16 +32,19 @@ def refuse_savepoint(isolation: Isolation | None, *, using: str) -> None:
     refuse_without_autocommit(using)
     connection = connections[using]
     if any(isinstance(block, OwnBlock) for block in connection.atomic_blocks):
-        problem = "A protected view was entered inside the transaction of another one, with another key. Call it outside."
+        problem = (
+            "A protected view was entered inside the transaction of another one, with another key."
+            " Call it outside."
+        )
     elif conf.get().CONFIRM_REPLICATED:
         problem = (
-            "With CONFIRM_REPLICATED, a protected view cannot run inside an outer transaction, whose COMMIT this app cannot "
-            "confirm. Leave that transaction first."
+            "With CONFIRM_REPLICATED, a protected view cannot run inside an outer transaction,"
+            " whose COMMIT this app cannot confirm. Leave that transaction first."
         )
     elif isolation is not None and (level := _level(connection)) not in (None, isolation):
         problem = (
-            f"The view requires the isolation {isolation!r}, but it was entered inside an outer transaction at {level!r}. Open "
-            f"that transaction at {isolation!r}, or leave it first."
+            f"The view requires the isolation {isolation!r}, but it was entered inside an outer"
+            f" transaction at {level!r}. Open that transaction at {isolation!r}, or leave it first."
         )
     else:
         return
@@ -50,8 +53,8 @@ def refuse_savepoint(isolation: Isolation | None, *, using: str) -> None:
 
 @contextmanager
 def savepoint(*, using: str) -> Iterator[OwnTransaction]:
-    """Run the block in a savepoint of the open transaction, which is rolled back on an exception. Raises RuntimeError if the
-    block closes the connection or enters a durable block."""
+    """Run the block in a savepoint of the open transaction, which is rolled back on an exception.
+    Raises RuntimeError if the block closes the connection or enters a durable block."""
     connection = connections[using]
     own = OwnTransaction(connection, durable=False)
     with classified_errors(connection, own=False), own.block:
@@ -63,20 +66,23 @@ def savepoint(*, using: str) -> Iterator[OwnTransaction]:
 
 
 def hold(key: IdempotencyKey, *, using: str) -> None:
-    """Count the claimed key in the open transaction, and log at its COMMIT if that is later than its lease. A
-    rollback to an earlier savepoint releases the key and undoes the count. Raises RuntimeError above MAX_KEYS."""
+    """Count the claimed key in the open transaction, and log at its COMMIT if that is later than
+    its lease. A rollback to an earlier savepoint releases the key and undoes the count. Raises
+    RuntimeError above MAX_KEYS."""
     hooks = connections[using].run_on_commit
     if sum(isinstance(hook, _HeldKey) for _, hook, _ in hooks) >= MAX_KEYS:  # type: ignore[misc]  # the stubs know two
         raise RuntimeError(
-            f"The outer transaction has claimed {MAX_KEYS:,} idempotency keys already. Each holds two advisory locks until the "
-            f"end of the transaction, and more could exhaust the server's table of locks for all sessions. Use smaller "
-            f"transactions. {nearest_function()}".strip()
+            f"The outer transaction has claimed {MAX_KEYS:,} idempotency keys already. Each holds"
+            " two advisory locks until the end of the transaction, and more could exhaust the"
+            " server's table of locks for all sessions. Use smaller transactions."
+            f" {nearest_function()}".strip()
         )
     transaction.on_commit(_HeldKey(key), using=using)
 
 
 class _HeldKey:
-    """A hook of ``on_commit``: Django keeps the hooks of the work that the open transaction still contains."""
+    """A hook of ``on_commit``: Django keeps the hooks of the work that the open transaction still
+    contains."""
 
     def __init__(self, key: IdempotencyKey) -> None:
         self._key, self._since = key, time.monotonic()
@@ -94,8 +100,11 @@ class _HeldKey:
 
 
 def _level(connection: BaseDatabaseWrapper) -> str | None:
-    """Return the level of the open transaction; the level of a ``TestCase`` and of SQLite is not compared."""
-    if connection.vendor != "postgresql" or getattr(connection.atomic_blocks[0], "_from_testcase", False):
+    """Return the level of the open transaction; the level of a ``TestCase`` and of SQLite is not
+    compared."""
+    if connection.vendor != "postgresql" or getattr(
+        connection.atomic_blocks[0], "_from_testcase", False
+    ):
         return None
     with connection.cursor() as cursor:
         cursor.execute("SELECT current_setting('transaction_isolation')")

@@ -1,9 +1,11 @@
 """Changes of a key from outside its run: it becomes stuck, or an operator decides about it.
 
-Each change is one conditional UPDATE in autocommit. A decision names the claim token, and optionally the recovery point, that
-the operator saw. If a run has claimed or moved the key since, nothing changes. A decision that moves the key also writes a
-new token: of two operators who act at once one succeeds, and a late run is fenced off.
+Each change is one conditional UPDATE in autocommit. A decision names the claim token, and
+optionally the recovery point, that the operator saw. If a run has claimed or moved the key since,
+nothing changes. A decision that moves the key also writes a new token: of two operators who act at
+once one succeeds, and a late run is fenced off.
 """
+
 # ruff: noqa: S608 - only names and conditions of this module are formatted into statements; values are parameters
 
 import logging
@@ -24,7 +26,8 @@ from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
-#: The number of runs that hang before a key becomes stuck. Each of them costs the process of a loop.
+#: The number of runs that hang before a key becomes stuck. Each of them costs the process of a
+#: loop.
 MOST_HANGS = 3
 #: A name of 100 characters and a note of 150 fit.
 _MAX_DETAIL_LENGTH = 300
@@ -32,7 +35,8 @@ _MAX_DETAIL_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Decision:
-    """The decision of an operator about a key, and the state that the operator saw. If ``at`` is None it is not compared."""
+    """The decision of an operator about a key, and the state that the operator saw. If ``at`` is
+    None it is not compared."""
 
     pk: int
     seen: uuid.UUID | None
@@ -47,8 +51,8 @@ class Decision:
 
 
 def _calls(using: str) -> str:
-    """Return an expression whose value changes with each ``key.call()``, and with each at-most-once call whose result is
-    recorded or whose intent is deleted."""
+    """Return an expression whose value changes with each ``key.call()``, and with each at-most-once
+    call whose result is recorded or whose intent is deleted."""
     begun = statements_for(using).dialect.seconds_between.format("k.created_at", "k.call_begun_at")
     return (
         "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
@@ -66,19 +70,31 @@ def give_up(pk: int, code: str, reason: str, *, using: str, request: Any = None)
 
 
 def _give_up(pk: int, code: str, reason: str, using: str) -> bool:
-    return execute(statements_for(using).give_up, Hidden({"id": pk, **stuck_parameters(code, reason)}), using) > 0
+    return (
+        execute(
+            statements_for(using).give_up,
+            Hidden({"id": pk, **stuck_parameters(code, reason)}),
+            using,
+        )
+        > 0
+    )
 
 
 def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) -> bool:
-    """End the claim of a run that hangs at ``place``, so that the completer does not take the key before ``delay_seconds``.
-    After the last of ``MOST_HANGS`` hangs, mark the key as stuck; return whether this call did it. Nothing changes if the run
-    has renewed its lock, or another run has claimed the key."""
+    """End the claim of a run that hangs at ``place``, so that the completer does not take the key
+    before ``delay_seconds``. After the last of ``MOST_HANGS`` hangs, mark the key as stuck; return
+    whether this call did it. Nothing changes if the run has renewed its lock, or another run has
+    claimed the key."""
     text, error = statements_for(using), storable(f"The run hung at {place}.")
     statement = (
-        f"UPDATE {TABLE} AS k SET claim_token = %(new_token)s, locked_until = NULL, hangs = k.hangs + 1, "  # nosec B608  # see the noqa above
-        f"next_run_at = {text.dialect.later.format('%(delay)s')}, last_error = %(error)s, stuck_reason = "
-        f"CASE WHEN k.stuck_code = '{StuckCode.ON_ABANDON}' THEN %(error)s ELSE k.stuck_reason END, history = {text.history} "
-        f"WHERE k.id = %(id)s AND k.claim_token = %(token)s AND k.finished_at IS NULL AND {text.unlocked} RETURNING hangs"
+        f"UPDATE {TABLE} AS k SET claim_token = %(new_token)s, locked_until = NULL, hangs = k.hangs"
+        " + 1, "  # nosec B608  # see the noqa above
+        f"next_run_at = {text.dialect.later.format('%(delay)s')}, last_error = %(error)s,"
+        " stuck_reason = "
+        f"CASE WHEN k.stuck_code = '{StuckCode.ON_ABANDON}' THEN %(error)s ELSE k.stuck_reason END,"
+        f" history = {text.history} "
+        "WHERE k.id = %(id)s AND k.claim_token = %(token)s AND k.finished_at IS NULL AND"
+        f" {text.unlocked} RETURNING hangs"
     )
     parameters: Parameters = Hidden({"id": key.pk, "delay": delay_seconds, "error": error})
     parameters.value |= {"event": HistoryEvent.HUNG, "detail": summary(place)}
@@ -87,12 +103,18 @@ def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) 
     row = fetch(statement, parameters, using)
     if row is None or row[0] < MOST_HANGS:
         return False
-    return _give_up(key.pk, StuckCode.HUNG, f"{row[0]} runs hung. The last one hung at {place}.", using)
+    return _give_up(
+        key.pk, StuckCode.HUNG, f"{row[0]} runs hung. The last one hung at {place}.", using
+    )
 
 
 def release_lock(decision: Decision) -> bool:
     return _change(
-        decision, "locked_until = NULL", "k.locked_until IS NOT NULL", event=HistoryEvent.LOCK_RELEASED, detail=decision.signed
+        decision,
+        "locked_until = NULL",
+        "k.locked_until IS NOT NULL",
+        event=HistoryEvent.LOCK_RELEASED,
+        detail=decision.signed,
     )
 
 
@@ -100,7 +122,7 @@ def hand_back(decision: Decision) -> bool:
     text = statements_for(decision.using)
     return _change(
         decision,
-        f"locked_until = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, "
+        "locked_until = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, "
         f"handed_back_at = {text.now}, {CLEAR_STUCK}",
         f"{text.unlocked} AND k.refused_at IS NULL AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
         event=HistoryEvent.HANDED_BACK,
@@ -136,12 +158,17 @@ def acknowledge(decision: Decision) -> bool:
 
 def calls_of(pk: int, *, using: str) -> str:
     """Return a text that changes with each call of the key; empty if there is no such key."""
-    row = fetch(f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s", Hidden({"id": pk}), using)  # nosec B608  # see the noqa above
+    row = fetch(
+        f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s", Hidden({"id": pk}), using
+    )  # nosec B608  # see the noqa above
     return row[0] if row else ""
 
 
-def _change(decision: Decision, changes: str, condition: str, *, moves: bool = True, **values: Any) -> bool:
-    """Change an unfinished key if it was not claimed since the operator saw it, and write the history."""
+def _change(
+    decision: Decision, changes: str, condition: str, *, moves: bool = True, **values: Any
+) -> bool:
+    """Change an unfinished key if it was not claimed since the operator saw it, and write the
+    history."""
     using = decision.using
     parameters: Parameters = Hidden(values)
     del values
@@ -152,9 +179,13 @@ def _change(decision: Decision, changes: str, condition: str, *, moves: bool = T
         changes = f"claim_token = %(token)s, {changes}"
     statement = (
         f"UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).history} "  # nosec B608  # see the noqa above
-        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
+        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope,"
+        " idempotency_key"
     )
-    event, detail = parameters.value["event"], summary(parameters.value["detail"], _MAX_DETAIL_LENGTH)
+    event, detail = (
+        parameters.value["event"],
+        summary(parameters.value["detail"], _MAX_DETAIL_LENGTH),
+    )
     parameters.value |= {
         "id": decision.pk,
         "at": decision.at,

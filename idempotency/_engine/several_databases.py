@@ -16,14 +16,20 @@ _BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus
 
 
 def atomic_aliases(view: Callable[..., Any] | None = None) -> list[str]:
-    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a view, all of them."""
+    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a
+    view, all of them."""
     left_out = getattr(view, "_non_atomic_requests", ())
-    return [name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out]
+    return [
+        name
+        for name, of in connections.settings.items()
+        if of.get("ATOMIC_REQUESTS") and name not in left_out
+    ]
 
 
 @contextmanager
 def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
-    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is ``non_atomic_requests``."""
+    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is
+    ``non_atomic_requests``."""
     with ExitStack() as stack:
         for alias in atomic_aliases(view):
             stack.enter_context(transaction.atomic(using=alias))
@@ -31,9 +37,9 @@ def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
 
 
 class OtherTransactions:
-    """The transactions of a plain view in the databases with ATOMIC_REQUESTS other than that of its key, ``last``. They
-    commit before the key. A database to which the view sends nothing takes no part: psycopg sends BEGIN with the first
-    statement."""
+    """The transactions of a plain view in the databases with ATOMIC_REQUESTS other than that of its
+    key, ``last``. They commit before the key. A database to which the view sends nothing takes no
+    part: psycopg sends BEGIN with the first statement."""
 
     def __init__(self, aliases: list[str], *, last: str) -> None:
         self._last, self._aliases = last, aliases
@@ -48,7 +54,9 @@ class OtherTransactions:
         with ExitStack() as stack:
             for alias in self._aliases:
                 stack.enter_context(transaction.atomic(using=alias))
-                stack.enter_context(_first_statement_noted(connections[alias], partial(self._used.add, alias)))
+                stack.enter_context(
+                    _first_statement_noted(connections[alias], partial(self._used.add, alias))
+                )
             yield
 
     def set_rollback(self) -> None:
@@ -58,22 +66,32 @@ class OtherTransactions:
 
     @property
     def used(self) -> list[str]:
-        """Return the databases to which the view has sent something. COPY and the methods of psycopg's connection pass no
-        wrapper, so look at the transaction too."""
-        return [alias for alias in self._aliases if alias in self._used or _has_begun(connections[alias])]
+        """Return the databases to which the view has sent something. COPY and the methods of
+        psycopg's connection pass no wrapper, so look at the transaction too."""
+        return [
+            alias
+            for alias in self._aliases
+            if alias in self._used or _has_begun(connections[alias])
+        ]
 
     def marked_for_rollback(self) -> list[Any]:
-        """Return the connections, with that of the key, whose COMMIT would be a rollback of what the view has sent."""
-        return [connections[alias] for alias in (self._last, *self.used) if connections[alias].needs_rollback]
+        """Return the connections, with that of the key, whose COMMIT would be a rollback of what
+        the view has sent."""
+        return [
+            connections[alias]
+            for alias in (self._last, *self.used)
+            if connections[alias].needs_rollback
+        ]
 
     def prepare_commits(self) -> None:
-        """Check for errors of the COMMITs while all can still be rolled back. Do nothing if no other database was used.
+        """Check for errors of the COMMITs while all can still be rolled back. Do nothing if no
+        other database was used.
 
-        The on_commit hooks of the other databases are moved to the COMMIT of the key. A serialization failure or a lost
-        connection can still make a COMMIT fail.
+        The on_commit hooks of the other databases are moved to the COMMIT of the key. A
+        serialization failure or a lost connection can still make a COMMIT fail.
         Raises IntegrityError for a deferred constraint.
-        Raises TransactionManagementError for a transaction that is broken or that the view has ended, whose COMMIT would be a
-        silent rollback.
+        Raises TransactionManagementError for a transaction that is broken or that the view has
+        ended, whose COMMIT would be a silent rollback.
         """
         used = self.used
         for alias in (self._last, *used) if used else ():
@@ -91,7 +109,9 @@ class OtherTransactions:
 
 def _refuse_failing_commit(connection: BaseDatabaseWrapper) -> None:
     if has_ended(connection):
-        raise TransactionManagementError(f"The view has ended its transaction on {connection.alias!r} by COMMIT or ROLLBACK.")
+        raise TransactionManagementError(
+            f"The view has ended its transaction on {connection.alias!r} by COMMIT or ROLLBACK."
+        )
     connection.validate_no_broken_transaction()
     if connection.features.can_defer_constraint_checks:
         connection.check_constraints()
@@ -100,11 +120,17 @@ def _refuse_failing_commit(connection: BaseDatabaseWrapper) -> None:
 def _has_begun(connection: BaseDatabaseWrapper) -> bool:
     # Django itself sends BEGIN to other databases than PostgreSQL.
     own = connection.connection
-    return connection.vendor == "postgresql" and own is not None and own.info.transaction_status in _BEGUN
+    return (
+        connection.vendor == "postgresql"
+        and own is not None
+        and own.info.transaction_status in _BEGUN
+    )
 
 
 @contextmanager
-def _first_statement_noted(connection: BaseDatabaseWrapper, note: Callable[[], None]) -> Iterator[None]:
+def _first_statement_noted(
+    connection: BaseDatabaseWrapper, note: Callable[[], None]
+) -> Iterator[None]:
     """Call ``note`` when a cursor of the connection sends a statement in the block."""
 
     def wrapper(execute: Callable[..., Any], *statement: Any) -> Any:
@@ -116,4 +142,6 @@ def _first_statement_noted(connection: BaseDatabaseWrapper, note: Callable[[], N
         yield
     finally:
         # The view may have left a wrapper of its own, or have removed this one.
-        connection.execute_wrappers = [other for other in connection.execute_wrappers if other is not wrapper]
+        connection.execute_wrappers = [
+            other for other in connection.execute_wrappers if other is not wrapper
+        ]

@@ -19,7 +19,13 @@ from idempotency import conf
 from idempotency._engine import database_product, round_trips
 from idempotency._engine.call_stack import nearest_function
 from idempotency._engine.cursors import classified_errors
-from idempotency._engine.errors import NOT_SUPPORTED, drop_connection, has_ended, refuse_second_wait, sqlstate_of
+from idempotency._engine.errors import (
+    NOT_SUPPORTED,
+    drop_connection,
+    has_ended,
+    refuse_second_wait,
+    sqlstate_of,
+)
 from idempotency._engine.limits import IDLE, LOCK, Limits
 from idempotency._hidden import Hidden, Parameters
 from idempotency.conf import Isolation
@@ -30,18 +36,23 @@ _LEVELS: dict[Isolation, IsolationLevel] = {
     "repeatable read": IsolationLevel.REPEATABLE_READ,
     "serializable": IsolationLevel.SERIALIZABLE,
 }
-#: A setting that lasts as long as the transaction. Its id is no marker on Citus, where the workers write.
+#: A setting that lasts as long as the transaction. Its id is no marker on Citus, where the workers
+#: write.
 MARKER = "current_setting('idempotency.transaction', true)"
 #: The square root of a negative number is the error of a statement in another transaction.
 _OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
 _ENDED: round_trips.Meanings = {psycopg.errors.InvalidArgumentForPowerFunction: TransactionEnded}
 
 _CURE = (
-    " All its work is rolled back. In a view, @idempotent opens this transaction: run such code between two phases of a phased "
-    "view (recovery_points=[...]). If it must not run twice, run it there in key.call(name, at_most_once=True)."
+    " All its work is rolled back. In a view, @idempotent opens this transaction: run such code"
+    " between two phases of a phased view (recovery_points=[...]). If it must not run twice, run it"
+    " there in key.call(name, at_most_once=True)."
 )
 _DURABLE = "transaction.atomic(durable=True) was entered inside a transaction of this app." + _CURE
-_CLOSED = "The connection was closed inside a transaction of this app, for example by close_old_connections()." + _CURE
+_CLOSED = (
+    "The connection was closed inside a transaction of this app, for example by"
+    " close_old_connections()." + _CURE
+)
 
 #: A hook of Django that ``atomic()`` calls, if the connection has it, to begin a transaction.
 _BEGIN_HOOK = "_start_transaction_under_autocommit"
@@ -49,7 +60,8 @@ _BEGIN_HOOK = "_start_transaction_under_autocommit"
 
 @dataclass(slots=True, repr=False)
 class First:
-    """The first statement of a transaction. If it was sent with BEGIN, ``ran`` is true, and ``row`` is its result."""
+    """The first statement of a transaction. If it was sent with BEGIN, ``ran`` is true, and ``row``
+    is its result."""
 
     text: str
     parameters: Parameters
@@ -58,8 +70,8 @@ class First:
 
 
 class OwnBlock(transaction.Atomic):
-    """The block of a transaction of this app. A durable block directly inside it breaks the transaction, because the view may
-    hide the error."""
+    """The block of a transaction of this app. A durable block directly inside it breaks the
+    transaction, because the view may hide the error."""
 
     def __init__(self, using: str, *, durable: bool) -> None:
         self.is_broken = False
@@ -80,7 +92,8 @@ class OwnBlock(transaction.Atomic):
 
 
 class OwnTransaction:
-    """The transaction of ``durable_transaction``, or a savepoint of ``savepoints.savepoint``, which is not ``durable``."""
+    """The transaction of ``durable_transaction``, or a savepoint of ``savepoints.savepoint``, which
+    is not ``durable``."""
 
     def __init__(
         self,
@@ -93,11 +106,18 @@ class OwnTransaction:
         lease_seconds: int | None = None,
     ) -> None:
         self.block = OwnBlock(connection.alias, durable=durable)
-        self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
+        self._connection, self._isolation, self._of_phase, self._first = (
+            connection,
+            isolation,
+            of_phase,
+            first,
+        )
         self._lease_seconds, self._begun = lease_seconds, False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
-        self._last: tuple[str, Parameters, Callable[[Any], None], round_trips.Meanings] | None = None
+        self._last: tuple[str, Parameters, Callable[[Any], None], round_trips.Meanings] | None = (
+            None
+        )
 
     @property
     def is_open(self) -> bool:
@@ -105,8 +125,8 @@ class OwnTransaction:
         return self.block in connections[self._connection.alias].atomic_blocks
 
     def begin(self) -> None:
-        """Begin with the level, the time limits and the first statement, in one round trip if round trips are merged. After an
-        error the connection is outside of a transaction, or closed."""
+        """Begin with the level, the time limits and the first statement, in one round trip if round
+        trips are merged. After an error the connection is outside of a transaction, or closed."""
         connection, first = self._connection, self._first
         del vars(connection)[_BEGIN_HOOK]  # for this transaction only
         self._begun = True
@@ -115,12 +135,15 @@ class OwnTransaction:
         begin = [*self._statements_of_begin(), *limits.show, *limits.set]
         try:
             with connection.wrap_database_errors:
-                # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
+                # Otherwise psycopg would send its own BEGIN before the first statement. It accepts
+                # one that was sent.
                 connection.connection.autocommit = False
             if first is not None and round_trips.can_be_merged(connection):
                 first.ran = True
                 with classified_errors(connection):
-                    _, _, shown = result = round_trips.run(connection, first.text, first.parameters, before=begin)
+                    _, _, shown = result = round_trips.run(
+                        connection, first.text, first.parameters, before=begin
+                    )
                 first.row = result.row
             else:
                 shown = _send_beginning(connection, begin)
@@ -130,33 +153,48 @@ class OwnTransaction:
             _leave(connection)
             if isinstance(failure, Error) and sqlstate_of(failure) == NOT_SUPPORTED:
                 drop_connection(connection)
-                raise OperationalError(*failure.args) from None  # A standby refused BEGIN: treat it as a broken connection.
+                # A standby refused BEGIN: treat it as a broken connection.
+                raise OperationalError(*failure.args) from None
             raise
 
     def _statements_of_begin(self) -> list[str]:
         own: psycopg.Connection[Any] = self._connection.connection
         level = _LEVELS[self._isolation] if self._isolation is not None else own.isolation_level
-        begin = ["BEGIN" + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")]
+        begin = [
+            "BEGIN"
+            + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")
+        ]
         if self._of_phase:
             self._marker = uuid.uuid4().hex
             begin += [f"SET LOCAL idempotency.transaction = '{self._marker}'"]
         return begin
 
-    def end_with(self, text: str, parameters: Parameters, then: Callable[[Any], None], meanings: round_trips.Meanings) -> bool:
-        """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. The statement
-        must end with a list of columns. An error of it prevents the COMMIT, and is raised as ``meanings`` says. Return False,
-        and do nothing, if the transaction does not end that way."""
+    def end_with(
+        self,
+        text: str,
+        parameters: Parameters,
+        then: Callable[[Any], None],
+        meanings: round_trips.Meanings,
+    ) -> bool:
+        """Send this statement with COMMIT at the end of the block, and call ``then`` with its row
+        after that. The statement must end with a list of columns. An error of it prevents the
+        COMMIT, and is raised as ``meanings`` says. Return False, and do nothing, if the transaction
+        does not end that way."""
         # Ask again: the view may have installed a wrapper.
         if not (self._begun and round_trips.can_be_merged(self._connection)):
             return False
         self._connection.validate_no_broken_transaction()
         if self._marker:
-            text, parameters = text + _OR_ENDED, Hidden({**parameters.value, "marker": self._marker})
+            text, parameters = (
+                text + _OR_ENDED,
+                Hidden({**parameters.value, "marker": self._marker}),
+            )
         self._last = text, parameters, then, {**meanings, **_ENDED}
         return True
 
     def refuse_if_ended(self) -> None:
-        """Raise TransactionEnded if the view has ended the transaction of a phase. The merged end asks by itself."""
+        """Raise TransactionEnded if the view has ended the transaction of a phase. The merged end
+        asks by itself."""
         connection = self._connection
         if self._marker:
             with connection.cursor() as cursor:
@@ -167,17 +205,21 @@ class OwnTransaction:
             raise TransactionEnded
 
     def end(self) -> None:
-        """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no transaction, and sends
-        nothing. Nothing is committed on an error.
+        """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no
+        transaction, and sends nothing. Nothing is committed on an error.
         Raises TransactionEnded if the view has ended the transaction of a phase."""
         if self._last is not None:
             text, parameters, then, meanings = self._last
             with classified_errors(self._connection):
-                then(round_trips.run(self._connection, text, parameters, after=["COMMIT"], meanings=meanings).row)
+                then(
+                    round_trips.run(
+                        self._connection, text, parameters, after=["COMMIT"], meanings=meanings
+                    ).row
+                )
 
     def refuse_misuse(self, error: Exception) -> None:
-        """Raise RuntimeError instead of an error of the block, if the connection was closed in the block, or a durable block
-        was entered."""
+        """Raise RuntimeError instead of an error of the block, if the connection was closed in the
+        block, or a durable block was entered."""
         if self._connection.closed_in_transaction:
             raise RuntimeError(_CLOSED) from error
         if self.block.is_broken:
@@ -185,29 +227,35 @@ class OwnTransaction:
 
 
 def in_outer_transaction(using: str) -> bool:
-    """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a ``TestCase`` does not count."""
+    """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a
+    ``TestCase`` does not count."""
     blocks = connections[using].atomic_blocks
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
 def refuse_without_autocommit(using: str) -> None:
-    """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then commits nothing."""
+    """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then
+    commits nothing."""
     connection = connections[using]
-    if not (connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()):
+    if not (
+        connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()
+    ):
         raise RuntimeError(
-            f"Django's autocommit is off on the connection to {using!r}, so nothing would be committed. Remove AUTOCOMMIT from "
-            "DATABASES, or call transaction.set_autocommit(True) before."
+            f"Django's autocommit is off on the connection to {using!r}, so nothing would be"
+            " committed. Remove AUTOCOMMIT from DATABASES, or call"
+            " transaction.set_autocommit(True) before."
         )
 
 
 def refuse_outer_transaction(using: str) -> None:
-    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and without autocommit."""
+    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and
+    without autocommit."""
     refuse_without_autocommit(using)
     if in_outer_transaction(using):
         raise RuntimeError(
-            "A phased view, a phase or a call was entered inside a transaction, whose rollback would undo its committed work. "
-            "Leave the outer transaction.atomic() first. Phases and calls cannot be nested in a phase either. "
-            + nearest_function()
+            "A phased view, a phase or a call was entered inside a transaction, whose rollback"
+            " would undo its committed work. Leave the outer transaction.atomic() first. Phases and"
+            " calls cannot be nested in a phase either. " + nearest_function()
         )
 
 
@@ -220,26 +268,35 @@ def durable_transaction(
     first: First | None = None,
     lease_seconds: int | None = None,
 ) -> Iterator[OwnTransaction]:
-    """Run the block in its own transaction at the level ``isolation``; None is the connection's own level. On return it is
-    committed; on an exception it is rolled back. After ``lease_seconds`` without a statement, by default LOCK_TIMEOUT_SECONDS,
-    the database ends the transaction. Otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With
-    ``of_phase``, each statement waits at most that long for a lock, and the end refuses a transaction that the view has ended.
-    The statement ``first`` is sent with BEGIN where that is possible, else it must be the first of the block. In ``TestCase``
-    the block is a savepoint.
-    Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
+    """Run the block in its own transaction at the level ``isolation``; None is the connection's own
+    level. On return it is committed; on an exception it is rolled back. After ``lease_seconds``
+    without a statement, by default LOCK_TIMEOUT_SECONDS, the database ends the transaction.
+    Otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With
+    ``of_phase``, each statement waits at most that long for a lock, and the end refuses a
+    transaction that the view has ended. The statement ``first`` is sent with BEGIN where that is
+    possible, else it must be the first of the block. In ``TestCase`` the block is a savepoint.
+    Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if
+    CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
-        raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
+        raise ValueError(
+            f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not"
+            f" {isolation!r}."
+        )
     refuse_outer_transaction(using)
     connection = connections[using]
-    own = OwnTransaction(connection, isolation, of_phase=of_phase, first=first, lease_seconds=lease_seconds)
-    # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
+    own = OwnTransaction(
+        connection, isolation, of_phase=of_phase, first=first, lease_seconds=lease_seconds
+    )
+    # Django keeps the error that once broke a transaction, and would name it as the cause of later
+    # errors.
     connection.rollback_exc = None  # type: ignore[attr-defined]
     begun = False
     try:
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
             if connection.connection is not None and connection.connection.closed:
                 connection.close()  # Django opens a new one.
-            database_product.opened(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
+            # Receivers of ``connection_created`` may begin transactions of theirs.
+            database_product.opened(connection)
             vars(connection)[_BEGIN_HOOK] = own.begin
         with classified_errors(connection, own=False), own.block:
             begun = True
@@ -258,7 +315,8 @@ def durable_transaction(
 
 
 def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
-    """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a message of its own."""
+    """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a
+    message of its own."""
     if database_product.is_citus(connection) and LOCK in statements[-1]:
         shown = _send(connection, statements[:-1])
         _send(connection, statements[-1:])
@@ -268,14 +326,22 @@ def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> t
 
 def _send(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
     own: psycopg.Connection[Any] = connection.connection
-    with round_trips.noted_in_log(connection, statements), connection.wrap_database_errors, own.lock:
+    with (
+        round_trips.noted_in_log(connection, statements),
+        connection.wrap_database_errors,
+        own.lock,
+    ):
         own.pgconn.send_query("; ".join(statements).encode())
         results = own.wait(generators.execute(own.pgconn))
         result = results[-1]
         if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
             # As in psycopg's cursors, an error without SQLSTATE is a broken connection.
             told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-            raise error_from_result(result) if told else psycopg.OperationalError(own.pgconn.get_error_message())
+            raise (
+                error_from_result(result)
+                if told
+                else psycopg.OperationalError(own.pgconn.get_error_message())
+            )
         return round_trips.shown(results)
 
 

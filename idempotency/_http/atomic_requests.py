@@ -1,7 +1,8 @@
 """Exclude protected views from ATOMIC_REQUESTS, because they open their transactions themselves.
 
-Django reads the mark of the callback that a URL resolves to. Class-based views, Django REST framework and Ninja make it
-without copying the mark of the decorated method. Therefore callbacks are found and marked in the URLconf.
+Django reads the mark of the callback that a URL resolves to. Class-based views, Django REST
+framework and Ninja make it without copying the mark of the decorated method. Therefore callbacks
+are found and marked in the URLconf.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ _METHODS = ("POST", "PUT", "PATCH", "DELETE")
 
 
 class _EveryAlias(set[str]):
-    """The set of all database aliases, including ones that are configured later; see ``non_atomic_requests``."""
+    """The set of all database aliases, including ones that are configured later; see
+    ``non_atomic_requests``."""
 
     def __contains__(self, alias: object) -> bool:
         return True
@@ -33,16 +35,20 @@ EVERY_ALIAS = _EveryAlias()
 
 
 def leave_out_protected_views(**kwargs: Any) -> None:
-    """Exclude each protected view from ATOMIC_REQUESTS, at the first request after the URLs have changed. All methods of a
-    view are excluded, also unprotected ones, because Django knows only the callback."""
+    """Exclude each protected view from ATOMIC_REQUESTS, at the first request after the URLs have
+    changed. All methods of a view are excluded, also unprotected ones, because Django knows only
+    the callback."""
     if atomic_aliases():
         _mark(get_resolver(get_urlconf()))
 
 
-def outside_of_atomic_requests(request: HttpRequest, options: Options) -> AbstractContextManager[None]:
-    """Run the block outside the transactions of ATOMIC_REQUESTS, for a view that was not marked in time. Such a view is in a
-    URLconf that a middleware chose, and is found after Django opened its transactions. These contain earlier work such as
-    authentication. They are committed, and opened again for Django to end."""
+def outside_of_atomic_requests(
+    request: HttpRequest, options: Options
+) -> AbstractContextManager[None]:
+    """Run the block outside the transactions of ATOMIC_REQUESTS, for a view that was not marked in
+    time. Such a view is in a URLconf that a middleware chose, and is found after Django opened its
+    transactions. These contain earlier work such as authentication. They are committed, and opened
+    again for Django to end."""
     blocks = _blocks_of_django(request, options)
     return _outside(blocks) if blocks else nullcontext()
 
@@ -57,17 +63,31 @@ def _outside(blocks: list[Atomic]) -> Iterator[None]:
 
 
 def _blocks_of_django(request: HttpRequest, options: Options) -> list[Atomic]:
-    """Return the blocks that Django opened around the view of a request; none if other blocks are open, which is refused
-    later."""
+    """Return the blocks that Django opened around the view of a request; none if other blocks are
+    open, which is refused later."""
     view = request.resolver_match.func if request.resolver_match else None
     aliases = atomic_aliases(view)
     # A view that only calls the protected one may have written in its transaction.
-    if view is None or not aliases or outer_run(request) or options_of(view, request.method or "") is not options:
+    if (
+        view is None
+        or not aliases
+        or outer_run(request)
+        or options_of(view, request.method or "") is not options
+    ):
         return []
     open_blocks = [
-        [block for block in connections[name].atomic_blocks if not getattr(block, "_from_testcase", False)] for name in aliases
+        [
+            block
+            for block in connections[name].atomic_blocks
+            if not getattr(block, "_from_testcase", False)
+        ]
+        for name in aliases
     ]
-    return [block for (block,) in open_blocks] if all(len(blocks) == 1 for blocks in open_blocks) else []
+    return (
+        [block for (block,) in open_blocks]
+        if all(len(blocks) == 1 for blocks in open_blocks)
+        else []
+    )
 
 
 @lru_cache(maxsize=8)

@@ -21,18 +21,20 @@ FORM = "application/x-www-form-urlencoded"
 _STREAM = "_idempotency_stream"
 _FILE = re.compile(rb"filename", re.IGNORECASE)
 _HANDLERS = (
-    "@idempotent has already processed the upload, to compare it with that of a retry. Change request.upload_handlers in a "
-    "function outside @idempotent, or set FILE_UPLOAD_HANDLERS."
+    "@idempotent has already processed the upload, to compare it with that of a retry. Change"
+    " request.upload_handlers in a function outside @idempotent, or set FILE_UPLOAD_HANDLERS."
 )
 _CONSUMED = (
-    "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read request.body or "
-    "request.POST instead. Django REST framework before 3.18 reads JSON as a stream when a permission reads request.data."
+    "The body was read as a stream before @idempotent could compare it. Code outside @idempotent"
+    " must read request.body or request.POST instead. Django REST framework before 3.18 reads JSON"
+    " as a stream when a permission reads request.data."
 )
 
 
 def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[bytes | None], str]:
-    """Return the body to store and its content type. Of a multipart request the fields are stored as a form, but with files
-    nothing. For a ``framework`` the body is stored as it came, if it is in memory."""
+    """Return the body to store and its content type. Of a multipart request the fields are stored
+    as a form, but with files nothing. For a ``framework`` the body is stored as it came, if it is
+    in memory."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
     note_stream(request)
     read_into_memory(request)
@@ -46,15 +48,22 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
         return body, content_type
     # Code of the project runs below: the upload handlers.
     whole: Hidden[bytes | None] = Hidden(getattr(request, "_body", None))
-    if whole.value is None and request._read_started and not isinstance(getattr(request, "_post", None), QueryDict):  # type: ignore[attr-defined]
+    if (
+        whole.value is None
+        and request._read_started
+        and not isinstance(getattr(request, "_post", None), QueryDict)
+    ):  # type: ignore[attr-defined]
         raise RawPostDataException(_CONSUMED)
     if not hasattr(request, "_post"):
         _parse_once(request, framework=framework)
-    fields: Hidden[bytes | None] = Hidden(readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode()))
+    fields: Hidden[bytes | None] = Hidden(
+        readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
+    )
     _refuse_cut_body(request)
     if request.FILES:
         return Hidden(None), content_type
-    if framework and whole.value is not None and not _FILE.search(whole.value):  # A handler may skip a file.
+    # A handler may skip a file.
+    if framework and whole.value is not None and not _FILE.search(whole.value):
         return whole, content_type
     return fields, FORM
 
@@ -74,14 +83,16 @@ def _parse_once(request: HttpRequest, *, framework: bool) -> None:
 
 
 class RereadableStream:
-    """The stream of a request that keeps what is read, in a temporary file if it is large, to be read again. Under ASGI,
-    Django has such a file already."""
+    """The stream of a request that keeps what is read, in a temporary file if it is large, to be
+    read again. Under ASGI, Django has such a file already."""
 
     def __init__(self, request: HttpRequest) -> None:
         stream: Any = request._stream
         is_file = hasattr(stream, "seekable") and stream.seekable()
         size = settings.FILE_UPLOAD_MAX_MEMORY_SIZE or 1  # 0 is no limit.
-        self._file = stream if is_file else SpooledTemporaryFile(size, dir=settings.FILE_UPLOAD_TEMP_DIR)  # noqa: SIM115
+        self._file = (
+            stream if is_file else SpooledTemporaryFile(size, dir=settings.FILE_UPLOAD_TEMP_DIR)
+        )  # noqa: SIM115
         #: The stream to read from, until the first ``rewind()``.
         self.source = None if is_file else stream
         close = request.close
@@ -110,7 +121,8 @@ class RereadableStream:
         self._file.seek(0)
 
     def close(self) -> None:
-        """Do nothing: Django closes a stream that it has read, but another attempt may read it again."""
+        """Do nothing: Django closes a stream that it has read, but another attempt may read it
+        again."""
 
 
 def _raw_body(request: HttpRequest) -> bytes:
@@ -121,8 +133,9 @@ def _raw_body(request: HttpRequest) -> bytes:
 
 
 def read_into_memory(request: HttpRequest) -> None:
-    """Read a body that Django would keep in memory. A view of Django REST framework parses it itself, and must not consume
-    the stream. Of a larger multipart body, the view gets what Django has parsed."""
+    """Read a body that Django would keep in memory. A view of Django REST framework parses it
+    itself, and must not consume the stream. Of a larger multipart body, the view gets what Django
+    has parsed."""
     if not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
         request.body  # noqa: B018
 
@@ -130,7 +143,8 @@ def read_into_memory(request: HttpRequest) -> None:
 def parse(request: HttpRequest) -> None:
     """Parse the form of a request with any method. Django does it for POST only."""
     method, request.method = request.method, "POST"
-    if not getattr(request, "_post", None):  # Django leaves empty fields in a request that it does not parse.
+    # Django leaves empty fields in a request that it does not parse.
+    if not getattr(request, "_post", None):
         for name in ("_post", "_files"):
             vars(request).pop(name, None)
     try:
@@ -148,24 +162,35 @@ def _may_be_read(request: HttpRequest) -> bool:
 def _fits_in_memory(request: HttpRequest) -> bool:
     """Return whether Django would keep the whole body and each of its files in memory."""
     of_body = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
-    most = settings.FILE_UPLOAD_MAX_MEMORY_SIZE if of_body is None else min(of_body, settings.FILE_UPLOAD_MAX_MEMORY_SIZE)
+    most = (
+        settings.FILE_UPLOAD_MAX_MEMORY_SIZE
+        if of_body is None
+        else min(of_body, settings.FILE_UPLOAD_MAX_MEMORY_SIZE)
+    )
     return 0 < content_length(request) <= most
 
 
 def note_stream(request: HttpRequest) -> None:
-    """Note the stream of a request, and whether its body was read, before this app or a function of its options reads it."""
-    vars(request).setdefault(_STREAM, (getattr(request, "_stream", None), hasattr(request, "_body")))
+    """Note the stream of a request, and whether its body was read, before this app or a function of
+    its options reads it."""
+    vars(request).setdefault(
+        _STREAM, (getattr(request, "_stream", None), hasattr(request, "_body"))
+    )
 
 
 def _refuse_cut_body(request: HttpRequest) -> None:
-    """Raise Problem for a truncated body, which would use the key for another request. Only the connection truncates a body.
-    If the body was read before, a middleware may have replaced it by a shorter one."""
+    """Raise Problem for a truncated body, which would use the key for another request. Only the
+    connection truncates a body. If the body was read before, a middleware may have replaced it by a
+    shorter one."""
     stream, was_read = vars(request)[_STREAM]
-    cut = False  # The stream of a middleware that decodes the body, or of ASGI, in which Django refuses a truncated body.
+    # The stream of a middleware that decodes the body, or of ASGI, in which Django refuses a
+    # truncated body.
+    cut = False
     if isinstance(stream, LimitedStream):
         cut = request._read_started and _has_rest(stream)  # type: ignore[attr-defined]
         if cut and not hasattr(request, "_body"):
-            cut = not stream.read(1)  # If there is more to read, an upload handler has stopped the upload.
+            # If there is more to read, an upload handler has stopped the upload.
+            cut = not stream.read(1)
     elif was_read and isinstance(stream, BytesIO):  # Django keeps the body as it came there.
         arrived = max(stream.getbuffer().nbytes, len(request.body))
         cut = arrived < content_length(request) and not _has_end(request)

@@ -32,9 +32,9 @@ logger = logging.getLogger("idempotency")
 _NOT_CLAIMED = frozenset({"body_incomplete", "scope_missing"})
 
 _TIME_LIMIT = (
-    "the view %s exceeded %s, and PostgreSQL rolled its transaction back. A plain view or a phase must send a statement at "
-    "least every %d s (LOCK_TIMEOUT_SECONDS, or lease_seconds of the view), or more often if the database has a stricter "
-    "limit. Make slow calls between phases."
+    "the view %s exceeded %s, and PostgreSQL rolled its transaction back. A plain view or a phase"
+    " must send a statement at least every %d s (LOCK_TIMEOUT_SECONDS, or lease_seconds of the"
+    " view), or more often if the database has a stricter limit. Make slow calls between phases."
 )
 
 
@@ -70,13 +70,16 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
 
 
 def _applies(call: Call, options: Options) -> bool:
-    """Return whether the request is to be protected. An exception of ``applies`` is handled like an exception of the
-    view."""
+    """Return whether the request is to be protected. An exception of ``applies`` is handled like an
+    exception of the view."""
     if options.applies is None:
         return True
     answer = options.applies(call.seen_request)
     if not isinstance(answer, bool):
-        raise TypeError(f"The function applies of the view {call.name} must return True or False, not {type(answer).__name__}.")
+        raise TypeError(
+            f"The function applies of the view {call.name} must return True or False, not"
+            f" {type(answer).__name__}."
+        )
     return answer
 
 
@@ -85,13 +88,15 @@ def _refusal(call: Call, options: Options) -> HttpResponseBase | None:
 
 
 def _unprotected(call: Call) -> HttpResponseBase:
-    """Call the view with the transactions of ATOMIC_REQUESTS, from which it was excluded for all methods."""
+    """Call the view with the transactions of ATOMIC_REQUESTS, from which it was excluded for all
+    methods."""
     with atomic_request(call.view):
         return call()  # type: ignore[no-any-return]
 
 
 def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseBase:
-    key = rebuilt.run.key if rebuilt.run is not None else rebuilt.key  # A decorator may call the view twice.
+    # A decorator may call the view twice.
+    key = rebuilt.run.key if rebuilt.run is not None else rebuilt.key
     rebuilt.run = PhasedRun(key, ViewWork(call, options, by_completer=True))
     try:
         return run_claimed(rebuilt.run)  # type: ignore[no-any-return]
@@ -102,7 +107,8 @@ def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseB
 
 
 def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
-    """Run a protected request. Raises Problem for what refuses the run, and for the loss of the database or of its standby."""
+    """Run a protected request. Raises Problem for what refuses the run, and for the loss of the
+    database or of its standby."""
     request, using = call.request, options.alias(call.request)
     try:
         if not (scope := scopes.scope_of(call.seen_request, options.scope)):
@@ -110,12 +116,16 @@ def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
         if (refusal := _refusal(call, options)) is not None:
             return refusal
         framework = call.seen_request is not request
-        captured = stored_request.capture(request, scope, key, options, view=call.name, framework=framework)
+        captured = stored_request.capture(
+            request, scope, key, options, view=call.name, framework=framework
+        )
         run = run_plain if options.recovery_points is None else run_phased
         return run(ViewWork(call, options), captured, using=using)  # type: ignore[no-any-return]
     except REFUSALS as refused:
         if isinstance(refused, NotReplicated):
-            logger.warning("a response from the database %r is not confirmed: %s", using, str(refused))
+            logger.warning(
+                "a response from the database %r is not confirmed: %s", using, str(refused)
+            )
         raise problem_of(refused) from None
     except Error as error:
         if not connection_lost(error, using):
@@ -124,19 +134,27 @@ def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
 
 
 def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
-    """Run a protected request, and send ``request_answered`` with the outcome of the request and its time."""
+    """Run a protected request, and send ``request_answered`` with the outcome of the request and
+    its time."""
     start, outcome = time.monotonic(), RequestOutcome.FAILED
     try:
         response = _protected(call, options, key)
         if response.status_code < 500:
-            outcome = RequestOutcome.REPLAYED if conf.get().REPLAYED_HEADER in response else RequestOutcome.RAN
+            outcome = (
+                RequestOutcome.REPLAYED
+                if conf.get().REPLAYED_HEADER in response
+                else RequestOutcome.RAN
+            )
         return response
     except Problem as problem:
         if problem.status < 500:
-            outcome = RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
+            outcome = (
+                RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
+            )
         raise
     except Exception as error:
-        status = getattr(error, "status_code", None)  # of other libraries too, in which it may be a text
+        # of other libraries too, in which it may be a text
+        status = getattr(error, "status_code", None)
         if isinstance(error, HTTP_EXCEPTIONS) or (isinstance(status, int) and status < 500):
             outcome = RequestOutcome.RAN  # The framework makes a 4xx of it.
         raise
@@ -144,12 +162,17 @@ def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
         seconds = time.monotonic() - start
         claimed = call.request.idempotency_key  # type: ignore[attr-defined]
         # Only the work of a run can still be rolled back, with an outer transaction.
-        emit = events.emit if claimed is None or outcome is not RequestOutcome.RAN else events.emit_committed
+        emit = (
+            events.emit
+            if claimed is None or outcome is not RequestOutcome.RAN
+            else events.emit_committed
+        )
         emit(signals.request_answered, claimed, call.request, outcome=outcome, seconds=seconds)
 
 
 def _problem_of_loss(error: Error, using: str, call: Call, options: Options) -> Problem:
-    """Return the problem for a lost database. If the view itself has exceeded a time limit of its transaction, say so."""
+    """Return the problem for a lost database. If the view itself has exceeded a time limit of its
+    transaction, say so."""
     if (limit := exceeded_time_limit(error)) is not None:
         logger.error(_TIME_LIMIT, call.name, limit, options.lease())
         return problem_of(Unavailable(code="time_limit_exceeded"))

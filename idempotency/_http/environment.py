@@ -1,6 +1,8 @@
-"""The environment of a stored request: its rebuilt request, its URLs and language, and what PREPARE_REQUEST sets.
+"""The environment of a stored request: its rebuilt request, its URLs and language, and what
+PREPARE_REQUEST sets.
 
-A process without clients runs no middleware. All code of a project that it runs for a key runs in this environment.
+A process without clients runs no middleware. All code of a project that it runs for a key runs in
+this environment.
 """
 
 import logging
@@ -31,7 +33,8 @@ logger = logging.getLogger("idempotency")
 
 Result = TypeVar("Result")
 
-#: The attributes in which PREPARE_REQUEST may set the sender; the last two are those of Django REST framework.
+#: The attributes in which PREPARE_REQUEST may set the sender; the last two are those of Django REST
+#: framework.
 _SENDER = ("user", "auth", "_force_auth_user", "_force_auth_token")
 
 
@@ -39,7 +42,8 @@ _SENDER = ("user", "auth", "_force_auth_user", "_force_auth_token")
 class Environment:
     """The rebuilt request, or the error that prevented the environment.
 
-    After a ``failure`` no code of the project may run for the key: the environment could be that of another tenant.
+    After a ``failure`` no code of the project may run for the key: the environment could be that of
+    another tenant.
     """
 
     #: None if the request could not be rebuilt.
@@ -57,9 +61,10 @@ class Environment:
 
 
 def in_environment(key: ClaimedKey, work: Callable[[Environment], Result]) -> Result:
-    """Call ``work`` in the environment of the stored request, and return its result. On return nothing of the environment
-    is left: its context variables are unset, its context manager is closed, and the connections are checked. An error that
-    prevents the environment is its ``failure``; an error at its end is logged."""
+    """Call ``work`` in the environment of the stored request, and return its result. On return
+    nothing of the environment is left: its context variables are unset, its context manager is
+    closed, and the connections are checked. An error that prevents the environment is its
+    ``failure``; an error at its end is logged."""
     return copy_context().run(_in_environment, key, work)
 
 
@@ -73,10 +78,15 @@ def _in_environment(key: ClaimedKey, work: Callable[[Environment], Result]) -> R
                 environment.failure = error
             try:
                 results.append(work(environment))
-            except BaseException as error:  # The context manager of PREPARE_REQUEST might suppress it.
+            except BaseException as error:
+                # The context manager of PREPARE_REQUEST might suppress it.
                 raised = error
     except FAILURES:
-        logger.exception("the context manager of PREPARE_REQUEST failed after key %s", key.key_hash, extra=events.about(key))
+        logger.exception(
+            "the context manager of PREPARE_REQUEST failed after key %s",
+            key.key_hash,
+            extra=events.about(key),
+        )
     if raised is not None:
         raise raised
     return results[0]
@@ -84,13 +94,19 @@ def _in_environment(key: ClaimedKey, work: Callable[[Environment], Result]) -> R
 
 def _enter(stack: ExitStack, environment: Environment, key: ClaimedKey) -> None:
     environment.request = request = rebuild(key)
-    for context in (_urls_of(request), translation.override(_language_of(request)), timezone.override(None)):
+    for context in (
+        _urls_of(request),
+        translation.override(_language_of(request)),
+        timezone.override(None),
+    ):
         stack.enter_context(context)
     if (prepare := conf.get().PREPARE_REQUEST) is None:
         return
     before = [getattr(request, name, None) for name in _SENDER]
     _open(stack, awaited(conf.named(prepare)(request, key)))
-    environment.sender_set = any(getattr(request, name, None) is not was for name, was in zip(_SENDER, before, strict=True))
+    environment.sender_set = any(
+        getattr(request, name, None) is not was for name, was in zip(_SENDER, before, strict=True)
+    )
 
 
 def _open(stack: ExitStack, returned: Any) -> None:
@@ -99,25 +115,37 @@ def _open(stack: ExitStack, returned: Any) -> None:
         stack.enter_context(returned)
     elif isgenerator(returned) or isasyncgen(returned) or hasattr(type(returned), "__aenter__"):
         raise TypeError(
-            "IDEMPOTENCY['PREPARE_REQUEST'] must be a function that returns None, or a context manager for `with`: decorate a "
-            f"generator function with contextlib.contextmanager. It returned {type(returned).__name__}."
+            "IDEMPOTENCY['PREPARE_REQUEST'] must be a function that returns None, or a context"
+            " manager for `with`: decorate a generator function with contextlib.contextmanager. It"
+            f" returned {type(returned).__name__}."
         )
 
 
 def _language_of(request: HttpRequest) -> str:
-    """Return the language that LocaleMiddleware chose for the client, or LANGUAGE_CODE without it."""
+    """Return the language that LocaleMiddleware chose for the client, or LANGUAGE_CODE without
+    it."""
     middlewares = [import_string(path) for path in settings.MIDDLEWARE]
-    if not any(isinstance(middleware, type) and issubclass(middleware, LocaleMiddleware) for middleware in middlewares):
+    if not any(
+        isinstance(middleware, type) and issubclass(middleware, LocaleMiddleware)
+        for middleware in middlewares
+    ):
         return settings.LANGUAGE_CODE
-    in_path, default_in_path = is_language_prefix_patterns_used(getattr(request, "urlconf", settings.ROOT_URLCONF))
-    if in_path and not default_in_path and not translation.get_language_from_path(request.path_info):
+    in_path, default_in_path = is_language_prefix_patterns_used(
+        getattr(request, "urlconf", settings.ROOT_URLCONF)
+    )
+    if (
+        in_path
+        and not default_in_path
+        and not translation.get_language_from_path(request.path_info)
+    ):
         return settings.LANGUAGE_CODE
     return translation.get_language_from_request(request, check_path=in_path)
 
 
 @contextmanager
 def _urls_of(request: HttpRequest) -> Iterator[None]:
-    """Set the script prefix and the URLconf of the request, so that reverse() returns the same URLs."""
+    """Set the script prefix and the URLconf of the request, so that reverse() returns the same
+    URLs."""
     prefix, urlconf = get_script_prefix(), get_urlconf()
     set_script_prefix(request.META["SCRIPT_NAME"])
     set_urlconf(getattr(request, "urlconf", None))

@@ -1,13 +1,15 @@
 """The fingerprint of a request, which distinguishes a retry from a different request.
 
-JSON is compared by value: the order of members and white space do not matter. The order of an array, null against absent,
-and the notation of a number (``1.0`` against ``1``) do matter. A multipart body is compared by its fields and files, because
-each attempt has a new boundary. All other bodies are compared by bytes. So is JSON with a duplicate member, which has no
-single value. The kind of comparison is part of the fingerprint.
+JSON is compared by value: the order of members and white space do not matter. The order of an
+array, null against absent, and the notation of a number (``1.0`` against ``1``) do matter. A
+multipart body is compared by its fields and files, because each attempt has a new boundary. All
+other bodies are compared by bytes. So is JSON with a duplicate member, which has no single value.
+The kind of comparison is part of the fingerprint.
 
-A fingerprint begins with the way in which it was made: its version, ``h`` if it includes the host, and ``k`` with the id of
-its secret. A request is compared in the way of the stored fingerprint, so changed settings or secrets do not reject
-retries. A release that changes the computation must keep the old one for at least one retention.
+A fingerprint begins with the way in which it was made: its version, ``h`` if it includes the host,
+and ``k`` with the id of its secret. A request is compared in the way of the stored fingerprint, so
+changed settings or secrets do not reject retries. A release that changes the computation must keep
+the old one for at least one retention.
 """
 
 import hashlib
@@ -57,8 +59,11 @@ class _NotByValue(ValueError):
     """This JSON text has no single value."""
 
 
-def fingerprint(request: HttpRequest, body: Hidden[bytes | None], *, keyed: bool = False, by_host: bool = False) -> str:
-    """Return the fingerprint of a request with this body; a multipart request is compared by its parsed parts.
+def fingerprint(
+    request: HttpRequest, body: Hidden[bytes | None], *, keyed: bool = False, by_host: bool = False
+) -> str:
+    """Return the fingerprint of a request with this body; a multipart request is compared by its
+    parsed parts.
 
     If it is ``keyed``, with the SECRET_KEY, values cannot be guessed from it.
     Raises BadRequest for a multipart body in an unreadable charset.
@@ -68,13 +73,16 @@ def fingerprint(request: HttpRequest, body: Hidden[bytes | None], *, keyed: bool
 
 
 def made_alike(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
-    """Return the fingerprint of a request, made in the way of a stored one. Return None if its version is unknown, or if its
-    secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
+    """Return the fingerprint of a request, made in the way of a stored one. Return None if its
+    version is unknown, or if its secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
     way = way_of(stored)
-    if (found := _WAY.fullmatch(way)) is None or (found["secret"] and found["secret"] not in map(_name, _secrets())):
+    if (found := _WAY.fullmatch(way)) is None or (
+        found["secret"] and found["secret"] not in map(_name, _secrets())
+    ):
         logger.warning(
-            "a stored fingerprint cannot be compared, and the client gets 409 key_in_use: it was made by another version, or "
-            "with a secret that is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS"
+            "a stored fingerprint cannot be compared, and the client gets 409 key_in_use: it was"
+            " made by another version, or with a secret that is neither SECRET_KEY nor in"
+            " SECRET_KEY_FALLBACKS"
         )
         return None
     return _made(way, request, body, by_host=bool(found["host"]))
@@ -85,8 +93,16 @@ def _made(way: str, request: HttpRequest, body: Hidden[bytes | None], *, by_host
     if urlconf := chosen_urlconf(request):
         place.append(b"urlconf " + urlconf.encode())
     if by_host:
-        place += [b"host " + host_of(request).lower().encode(), request.META.get("SCRIPT_NAME", "").encode()]
-    parts = [(request.method or "").encode(), target(request).encode(), *_content(request, body), *place]
+        place += [
+            b"host " + host_of(request).lower().encode(),
+            request.META.get("SCRIPT_NAME", "").encode(),
+        ]
+    parts = [
+        (request.method or "").encode(),
+        target(request).encode(),
+        *_content(request, body),
+        *place,
+    ]
     digest = _empty_digest(way.partition("k")[2])
     for part in parts:
         digest.update(b"%d:" % len(part))
@@ -95,7 +111,8 @@ def _made(way: str, request: HttpRequest, body: Hidden[bytes | None], *, by_host
 
 
 def _empty_digest(name: str) -> Any:
-    """Return a digest that is keyed with the secret of this name, or is not keyed if the name is empty."""
+    """Return a digest that is keyed with the secret of this name, or is not keyed if the name is
+    empty."""
     if not name:
         return hashlib.sha256()
     secret = next(each for each in _secrets() if _name(each) == name)
@@ -104,7 +121,10 @@ def _empty_digest(name: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _keyed_digest(secret: str | bytes) -> Any:
-    return hmac.new(hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest(), digestmod=hashlib.sha256)
+    return hmac.new(
+        hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest(),
+        digestmod=hashlib.sha256,
+    )
 
 
 def _secrets() -> list[str | bytes]:
@@ -124,12 +144,17 @@ def target(request: HttpRequest) -> str:
         sent = query.encode("utf-8" if isinstance(request, ASGIRequest) else "latin-1")
     except UnicodeEncodeError:
         sent = query.encode()
-    path = request.path_info if _PLAIN_PATH.fullmatch(request.path_info) else escape_uri_path(request.path_info)
+    path = (
+        request.path_info
+        if _PLAIN_PATH.fullmatch(request.path_info)
+        else escape_uri_path(request.path_info)
+    )
     return path + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
 
 
 def chosen_urlconf(request: HttpRequest) -> str:
-    """Return the name of the URLconf that a middleware chose for this request, or an empty string."""
+    """Return the name of the URLconf that a middleware chose for this request, or an empty
+    string."""
     urlconf = getattr(request, "urlconf", None)
     return urlconf if isinstance(urlconf, str) else getattr(urlconf, "__name__", "")
 
@@ -144,7 +169,8 @@ def host_of(request: HttpRequest) -> str:
 
 
 def content_length(request: HttpRequest) -> int:
-    """Return CONTENT_LENGTH as Django reads it. A middleware may have set it to a number, or deleted it."""
+    """Return CONTENT_LENGTH as Django reads it. A middleware may have set it to a number, or
+    deleted it."""
     try:
         return int(request.META.get("CONTENT_LENGTH") or 0)
     except ValueError:
@@ -152,13 +178,15 @@ def content_length(request: HttpRequest) -> int:
 
 
 def is_multipart(request: HttpRequest) -> bool:
-    """Return whether the body has fields and files to compare. Django does not parse a body without a length."""
+    """Return whether the body has fields and files to compare. Django does not parse a body without
+    a length."""
     return request.content_type == "multipart/form-data" and content_length(request) != 0
 
 
 def is_parsed(request: HttpRequest) -> bool:
-    """Return whether the fields and files of a multipart body are in ``POST`` and ``FILES``: Django parses the body of a POST,
-    and a middleware may have parsed that of another method (Django Ninja has one)."""
+    """Return whether the fields and files of a multipart body are in ``POST`` and ``FILES``: Django
+    parses the body of a POST, and a middleware may have parsed that of another method (Django Ninja
+    has one)."""
     fields = getattr(request, "_post", None)
     if hasattr(request, "_body"):
         # A parser of Django REST framework may leave data of its own in ``_post``.
@@ -203,9 +231,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-# Each float becomes a string: the mark, which no client knows, and its text. An integer has no second notation.
+# Each float becomes a string: the mark, which no client knows, and its text. An integer has no
+# second notation.
 _MARK = secrets.token_urlsafe(8)
-_DECODER = json.JSONDecoder(parse_float=_MARK.__add__, parse_constant=_refuse_constant, object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(
+    parse_float=_MARK.__add__, parse_constant=_refuse_constant, object_pairs_hook=_object
+)
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
@@ -216,7 +247,9 @@ def _multipart(request: HttpRequest) -> bytes:
     if "_body" in vars(request) and _has_unreadable_text(parts.value[0]):
         # A parser of the view may tell such bytes apart.
         parts = _parsed(request, "latin-1")
-    files = Hidden([[name, [_file(file) for file in files]] for name, files in _sorted(parts.value[1])])
+    files = Hidden(
+        [[name, [_file(file) for file in files]] for name, files in _sorted(parts.value[1])]
+    )
     fields = [pair for pair in _sorted(parts.value[0]) if pair[0] != _CSRF_FIELD]
     return json.dumps([fields, files.value]).encode()
 
@@ -233,7 +266,9 @@ def _parts(request: HttpRequest) -> Hidden[_Parts]:
 
 def _parsed(request: HttpRequest, encoding: str) -> Hidden[_Parts]:
     handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
-    return Hidden(readable(MultiPartParser(request.META, BytesIO(request.body), handlers, encoding).parse))
+    return Hidden(
+        readable(MultiPartParser(request.META, BytesIO(request.body), handlers, encoding).parse)
+    )
 
 
 def _has_unreadable_text(fields: QueryDict) -> bool:
@@ -246,12 +281,14 @@ def _sorted(parts: "MultiValueDict[str, Any]") -> list[tuple[str, list[Any]]]:
 
 
 def readable(read: Callable[[], Parsed]) -> Parsed:
-    """Return the result of ``read``, which parses a multipart body. Raises BadRequest for an unreadable charset."""
+    """Return the result of ``read``, which parses a multipart body. Raises BadRequest for an
+    unreadable charset."""
     try:
         return read()
     except (LookupError, ValueError) as error:
         raise BadRequest(
-            "A charset of the multipart body is unknown, or a part of the body is not valid in its charset."
+            "A charset of the multipart body is unknown, or a part of the body is not valid in its"
+            " charset."
         ) from error
 
 

@@ -23,15 +23,16 @@ KeyFrom = str | Callable[[Any], str | None]
 # RFC 9651: a quoted string, then parameters, which draft-07 ignores.
 _QUOTED = re.compile(
     r'"(?P<text>(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"'
-    r'(?:[ ]*;[ ]*[a-z*][a-z0-9_.*-]*(?:=(?:"(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*"|[^\s;,"]+))?)*'
+    r"(?:[ ]*;["
+    r' ]*[a-z*][a-z0-9_.*-]*(?:=(?:"(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*"|[^\s;,"]+))?)*'
 )
 # The form that most SDKs send. A comma would mean two header lines joined by a server.
 _BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x7e]+")
 
 
 def key_of(request: HttpRequest, seen_request: Any, key_from: KeyFrom | None) -> Hidden[str] | None:
-    """Return the key of the request, or None. A ``key_from`` function gets ``seen_request``, the request of the view. Raises
-    Problem ``key_invalid`` for an invalid key or two different ones."""
+    """Return the key of the request, or None. A ``key_from`` function gets ``seen_request``, the
+    request of the view. Raises Problem ``key_invalid`` for an invalid key or two different ones."""
     limits = conf.get()
     found = Hidden(_in_headers(request))
     if key_from is not None:
@@ -44,7 +45,8 @@ def key_of(request: HttpRequest, seen_request: Any, key_from: KeyFrom | None) ->
     length = len(key.value)
     if not limits.KEY_MIN_LENGTH <= length <= limits.KEY_MAX_LENGTH:
         raise problems.key_invalid(
-            f"The key has {length} characters; it must have {limits.KEY_MIN_LENGTH} to {limits.KEY_MAX_LENGTH}."
+            f"The key has {length} characters; it must have {limits.KEY_MIN_LENGTH} to"
+            f" {limits.KEY_MAX_LENGTH}."
         )
     if (validator := limits.KEY_VALIDATOR) is not None:
         try:
@@ -78,7 +80,9 @@ def _parse(value: str, *, strict: bool) -> str:
     if not strict and _BARE.fullmatch(value):
         return value
     form = 'a quoted string, like "8e03978e-40d5-43e8-bc93-6894a57f9324"' + (
-        "" if strict else ", or the same without quotes, in visible ASCII characters without a comma"
+        ""
+        if strict
+        else ", or the same without quotes, in visible ASCII characters without a comma"
     )
     raise problems.key_invalid(f"The header must carry one key: {form}.")
 
@@ -87,7 +91,8 @@ def refuse_key_from(key_from: object) -> None:
     named = isinstance(key_from, str) and re.fullmatch(r"(body|form):.+", key_from)
     if not named and (not callable(key_from) or iscoroutinefunction(key_from)):
         raise ValueError(
-            f'The option key_from must be "body:NAME", "form:NAME" or a function of the request, not {key_from!r}.'
+            'The option key_from must be "body:NAME", "form:NAME" or a function of the request,'
+            f" not {key_from!r}."
         )
 
 
@@ -97,7 +102,9 @@ def _elsewhere(request: HttpRequest, seen_request: Any, key_from: KeyFrom) -> se
         return _checked([value], "The key") if value is not None else set()
     place, _, name = key_from.partition(":")
     if place == "form":
-        return _checked([value for value in request.POST.getlist(name) if value], f"The key in {name}")
+        return _checked(
+            [value for value in request.POST.getlist(name) if value], f"The key in {name}"
+        )
     try:
         body = json.loads(request.body)
     except (ValueError, RecursionError):

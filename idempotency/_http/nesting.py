@@ -1,6 +1,8 @@
-"""A protected view that another protected view calls with the same key: it becomes a part of the outer run.
+"""A protected view that another protected view calls with the same key: it becomes a part of the
+outer run.
 
-For example, ``partial_update()`` of Django REST framework calls ``update()``, and a project has decorated both.
+For example, ``partial_update()`` of Django REST framework calls ``update()``, and a project has
+decorated both.
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ from idempotency._http import key_header
 from idempotency._http.options import Options
 from idempotency._http.view import Call
 
-#: The attribute of a request with the run of its view. Copies of the request have it too, in each thread.
+#: The attribute of a request with the run of its view. Copies of the request have it too, in each
+#: thread.
 _RUN = "_idempotency_run"
 #: The options that a part of a run cannot have for itself, because they concern the key.
 _OF_KEY = ("validate", "retention_hours", "lease_seconds")
@@ -49,7 +52,8 @@ class ViewRun:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Set the attribute ``idempotency_key`` of the request, and make the run known to views that its view calls."""
+        """Set the attribute ``idempotency_key`` of the request, and make the run known to views
+        that its view calls."""
         request, before = self.call.request, vars(self.call.request).get(_RUN)
         token = _running.set(self)
         setattr(request, _RUN, self)
@@ -60,7 +64,8 @@ class ViewRun:
             self.is_over = True
             _running.reset(token)
             vars(request).pop(_RUN, None)
-            if before is not None and not before.is_over:  # That of another key, whose view has called this one.
+            # That of another key, whose view has called this one.
+            if before is not None and not before.is_over:
                 setattr(request, _RUN, before)
                 request.idempotency_key = before.key  # type: ignore[attr-defined]
 
@@ -72,15 +77,19 @@ def outer_run(request: HttpRequest) -> ViewRun | None:
 
 
 def join(outer: ViewRun, call: Call, options: Options) -> bool:
-    """Return whether a view becomes a part of the outer run, and give its request the key of the run. Return False if its
-    request has no key or another one.
+    """Return whether a view becomes a part of the outer run, and give its request the key of the
+    run. Return False if its request has no key or another one.
 
-    Raises RuntimeError if the view names the key of the outer run, but cannot be a part of it; and if it has another key, but
-    runs in the transaction of the outer run.
+    Raises RuntimeError if the view names the key of the outer run, but cannot be a part of it; and
+    if it has another key, but runs in the transaction of the outer run.
     """
     key = _key_of(outer, call, options)
     if key is None or key.value != outer.key.idempotency_key:
-        if key is not None and outer.is_in_transaction and options.alias(call.request) == outer.run.using:
+        if (
+            key is not None
+            and outer.is_in_transaction
+            and options.alias(call.request) == outer.run.using
+        ):
             raise _refused(outer, call, "another idempotency key, inside its transaction")
         return False
     if (difference := _difference(outer, call, options)) is not None:
@@ -91,8 +100,8 @@ def join(outer: ViewRun, call: Call, options: Options) -> bool:
 
 def _refused(outer: ViewRun, call: Call, how: str) -> RuntimeError:
     return RuntimeError(
-        f"The protected view {outer.call.name} has called the protected view {call.name} with {how}. Call a function without "
-        "@idempotent from both views."
+        f"The protected view {outer.call.name} has called the protected view {call.name} with"
+        f" {how}. Call a function without @idempotent from both views."
     )
 
 
@@ -101,7 +110,8 @@ def _key_of(outer: ViewRun, call: Call, options: Options) -> Hidden[str] | None:
         return Hidden(outer.key.idempotency_key)
     key = key_header.key_of(call.request, call.seen_request, options.key_from)
     if key is None and outer.run.work.by_completer and vars(call.request).get(_RUN) is outer:
-        return Hidden(outer.key.idempotency_key)  # The rebuilt request has no header, and neither has a copy of it.
+        # The rebuilt request has no header, and neither has a copy of it.
+        return Hidden(outer.key.idempotency_key)
     return key
 
 
@@ -111,8 +121,8 @@ def _difference(outer: ViewRun, call: Call, options: Options) -> str | None:
         return "it is phased"
     if not outer.is_in_transaction:
         return (
-            "outside the transaction of the outer view, in which its work must be committed. Call it in the same thread; in a "
-            "phased view, inside a phase"
+            "outside the transaction of the outer view, in which its work must be committed. Call"
+            " it in the same thread; in a phased view, inside a phase"
         )
     if options.alias(call.request) != outer.run.using:
         return "with another database (using=)"
@@ -123,13 +133,17 @@ def _difference(outer: ViewRun, call: Call, options: Options) -> str | None:
             return f"with another {name}="
     level, level_of_outer = options.level(), outer.run.level
     using = outer.run.using
-    if level != level_of_outer and effective_isolation(level, using) != effective_isolation(level_of_outer, using):
+    if level != level_of_outer and effective_isolation(level, using) != effective_isolation(
+        level_of_outer, using
+    ):
         return "with another isolation level"
     return None
 
 
 def _has_scope(outer: ViewRun, call: Call, options: Options) -> bool:
-    if options.scope == outer.options.scope and (call.request is outer.call.request or outer.run.work.by_completer):
+    if options.scope == outer.options.scope and (
+        call.request is outer.call.request or outer.run.work.by_completer
+    ):
         return True
     found = scopes.scope_of(call.seen_request, options.scope)
     # Data from which a scope is read may be missing in the rebuilt request.

@@ -24,14 +24,15 @@ _FUNCTIONS = {
     "using": "a database alias or a function of the request",
     "on_abandon": "a function of the key",
 }
-#: The least and the greatest value of the options that are whole numbers: ten years, and the shortest retention.
+#: The least and the greatest value of the options that are whole numbers: ten years, and the
+#: shortest retention.
 _RANGES = {"retention_hours": (24, 87_600), "lease_seconds": (1, 86_400)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Options:
-    """The options with types and defaults; ``idempotency.decorators.idempotent`` documents them. Raises ValueError for an
-    invalid value."""
+    """The options with types and defaults; ``idempotency.decorators.idempotent`` documents them.
+    Raises ValueError for an invalid value."""
 
     recovery_points: Sequence[str] | None = None
     required: bool = True
@@ -58,7 +59,9 @@ class Options:
             refuse_key_from(self.key_from)
         if self.isolation not in (None, "from settings", *get_args(Isolation)):
             levels = ", ".join(map(repr, get_args(Isolation)))
-            raise ValueError(f"The option isolation must be None or one of {levels}, not {self.isolation!r}.")
+            raise ValueError(
+                f"The option isolation must be None or one of {levels}, not {self.isolation!r}."
+            )
         self._refuse_points()
         self._refuse_stored_parts()
         for name, expected in _FUNCTIONS.items():
@@ -67,43 +70,57 @@ class Options:
             if not right or (iscoroutinefunction(value) and name != "on_abandon"):
                 raise ValueError(f"The option {name} must be {expected}, not {value!r}.")
         if not isinstance(self.wait_seconds, int | float) or self.wait_seconds < 0:
-            raise ValueError(f"The option wait_seconds must be a number, 0 or more, not {self.wait_seconds!r}.")
+            raise ValueError(
+                f"The option wait_seconds must be a number, 0 or more, not {self.wait_seconds!r}."
+            )
         for name, (least, most) in _RANGES.items():
             number = getattr(self, name)
             if number is not None and not (type(number) is int and least <= number <= most):
-                raise ValueError(f"The option {name} must be a whole number from {least} to {most}, not {number!r}.")
+                raise ValueError(
+                    f"The option {name} must be a whole number from {least} to {most}, not"
+                    f" {number!r}."
+                )
 
     def _refuse_points(self) -> None:
         if (points := self.recovery_points) is None:
             return
-        if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:
+        if (
+            not all(0 < len(point) <= 50 for point in points)
+            or len({STARTED, FINISHED, *points}) != len(points) + 2
+        ):
             raise ValueError(
-                f"The option recovery_points must have different names of 1 to 50 characters, without {STARTED!r} and "
-                f"{FINISHED!r}."
+                "The option recovery_points must have different names of 1 to 50 characters,"
+                f" without {STARTED!r} and {FINISHED!r}."
             )
         if not self.required:
             raise ValueError(
-                "A phased view requires a key for each request, because the completer may finish a request that its client "
-                "sends again. Remove required=False. For clients without keys, pass applies=, a function that returns False "
-                "for their requests, which then run unprotected. Or pass key_from=, a function that returns a new key for "
-                "each of their requests; a request that is sent again then takes effect again."
+                "A phased view requires a key for each request, because the completer may finish a"
+                " request that its client sends again. Remove required=False. For clients without"
+                " keys, pass applies=, a function that returns False for their requests, which then"
+                " run unprotected. Or pass key_from=, a function that returns a new key for each of"
+                " their requests; a request that is sent again then takes effect again."
             )
 
     def _refuse_stored_parts(self) -> None:
         refuse_keep(self.keep)
         phased = self.recovery_points is not None
         if self.keep and not phased:
-            raise ValueError("The option keep needs recovery_points: the completer runs phased views only.")
+            raise ValueError(
+                "The option keep needs recovery_points: the completer runs phased views only."
+            )
         if self.store_body is not None and not phased:
             raise ValueError(
-                "The option store_body needs recovery_points: of a request to a plain view, neither headers nor body are "
-                "stored, because the completer runs phased views only."
+                "The option store_body needs recovery_points: of a request to a plain view, neither"
+                " headers nor body are stored, because the completer runs phased views only."
             )
         object.__setattr__(self, "store_body", phased and self.store_body is not False)
 
     def every_point(self) -> tuple[str, ...]:
-        """Return all recovery points in order, with the first and the last; empty for a plain view."""
-        return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
+        """Return all recovery points in order, with the first and the last; empty for a plain
+        view."""
+        return (
+            (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
+        )
 
     def alias(self, request: HttpRequest) -> str:
         if callable(self.using):

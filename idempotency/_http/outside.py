@@ -1,4 +1,5 @@
-"""The decorators outside ``@idempotent``, and the methods ``dispatch()`` that run before it, for system checks.
+"""The decorators outside ``@idempotent``, and the methods ``dispatch()`` that run before it, for
+system checks.
 
 A decorator that does not use ``functools.wraps`` hides itself and the decorators inside it.
 """
@@ -25,7 +26,8 @@ def wrapped(view: View) -> Iterator[View]:
 
 
 def outside(view: View) -> Iterator[View]:
-    """Yield the decorators outside ``@idempotent``, or all decorators of an unprotected view, the outermost first."""
+    """Yield the decorators outside ``@idempotent``, or all decorators of an unprotected view, the
+    outermost first."""
     for layer in wrapped(view):
         inner = getattr(layer, "__wrapped__", None)
         if inner is None or _is_innermost(layer):
@@ -38,14 +40,23 @@ def handlers(callback: View, *methods: str) -> Iterator[View]:
     yield callback
     actions = getattr(callback, "actions", None) or {}
     for method in methods:
-        if handler := getattr(class_of(callback), actions.get(method.lower(), method.lower()), None):
+        if handler := getattr(
+            class_of(callback), actions.get(method.lower(), method.lower()), None
+        ):
             yield handler
 
 
 def foreign_dispatches(callback: View) -> list[str]:
-    """Return the dotted paths of the methods ``dispatch()`` outside ``@idempotent`` that are not of a framework."""
-    dispatches = [vars(base)["dispatch"] for base in getattr(class_of(callback), "__mro__", ()) if "dispatch" in vars(base)]
-    if hasattr(callback, "idempotency") and not any(hasattr(method, "idempotency") for method in dispatches):
+    """Return the dotted paths of the methods ``dispatch()`` outside ``@idempotent`` that are not of
+    a framework."""
+    dispatches = [
+        vars(base)["dispatch"]
+        for base in getattr(class_of(callback), "__mro__", ())
+        if "dispatch" in vars(base)
+    ]
+    if hasattr(callback, "idempotency") and not any(
+        hasattr(method, "idempotency") for method in dispatches
+    ):
         return []  # They run inside.
     found = []
     for method in dispatches:
@@ -59,7 +70,9 @@ def foreign_dispatches(callback: View) -> list[str]:
 
 def _is_innermost(layer: View) -> bool:
     """Return whether this layer is ``@idempotent`` itself, or a ``method_decorator`` with it."""
-    return hasattr(layer, "idempotency") and not hasattr(getattr(layer, "__wrapped__", None), "idempotency")
+    return hasattr(layer, "idempotency") and not hasattr(
+        getattr(layer, "__wrapped__", None), "idempotency"
+    )
 
 
 def _path(function: Any) -> str:

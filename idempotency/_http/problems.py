@@ -1,6 +1,8 @@
-"""The error responses of this app, one function each. Source: RFC 9457 and draft-07 of the header's specification.
+"""The error responses of this app, one function each. Source: RFC 9457 and draft-07 of the header's
+specification.
 
-A browser gets a page instead of a problem document. A project replaces the template ``idempotency/problem.html``.
+A browser gets a page instead of a problem document. A project replaces the template
+``idempotency/problem.html``.
 """
 
 import math
@@ -11,7 +13,13 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from django.template import Context, Engine, TemplateDoesNotExist, loader
 
 from idempotency import conf
-from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, StuckCode, Unavailable
+from idempotency.exceptions import (
+    InProgress,
+    InterventionRequired,
+    KeyReused,
+    StuckCode,
+    Unavailable,
+)
 from idempotency.http import not_stored
 
 #: The exceptions of a run that have an error response.
@@ -42,10 +50,17 @@ RENDERED_FROM = ("request", "status", "code", "title", "detail", "retryable", "h
 
 
 class Problem(Exception):
-    """An error response of this app; ``entry.answer_request`` catches it and returns its response."""
+    """An error response of this app; ``entry.answer_request`` catches it and returns its
+    response."""
 
     def __init__(
-        self, status: int, code: str, detail: str, *, retryable: bool = False, retry_after: float | None = None
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        *,
+        retryable: bool = False,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(detail)
         self.status, self.code, self.detail, self.retryable = status, code, detail, retryable
@@ -55,8 +70,9 @@ class Problem(Exception):
             self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
 
     def response(self, request: HttpRequest) -> HttpResponseBase:
-        """Return the response to a request: that of ERROR_RENDERER if it is set, a page for a client that prefers HTML, else a
-        problem document. An outer protected view does not store it."""
+        """Return the response to a request: that of ERROR_RENDERER if it is set, a page for a
+        client that prefers HTML, else a problem document. An outer protected view does not store
+        it."""
         return not_stored(self._rendered(request))
 
     def _rendered(self, request: HttpRequest) -> HttpResponseBase:
@@ -69,13 +85,20 @@ class Problem(Exception):
             "retryable": self.retryable,
         }
         if limits.ERROR_RENDERER is not None:
-            rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(request=request, **members, headers=self.headers)
+            rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(
+                request=request, **members, headers=self.headers
+            )
             return rendered
         if _prefers_html(request):
             content = _page(request, members | {"retry_after": self.headers.get("Retry-After", "")})
             return HttpResponse(content, status=self.status, headers=self.headers)
         document = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
-        return JsonResponse(document, status=self.status, headers=self.headers, content_type="application/problem+json")
+        return JsonResponse(
+            document,
+            status=self.status,
+            headers=self.headers,
+            content_type="application/problem+json",
+        )
 
 
 def _prefers_html(request: HttpRequest) -> bool:
@@ -90,19 +113,25 @@ def _prefers_html(request: HttpRequest) -> bool:
 
 
 def _page(request: HttpRequest, context: dict[str, Any]) -> str:
-    """Return the page. Without the database no context processor is called, because a context processor may read the
-    database."""
+    """Return the page. Without the database no context processor is called, because a context
+    processor may read the database."""
     try:
         template = loader.get_template(_TEMPLATE)
     except TemplateDoesNotExist:  # The project has no engine that looks into apps.
         return Engine(dirs=[str(_FOLDER)]).get_template(_TEMPLATE).render(Context(context))
-    rendered: str = template.render(context, None if context["code"] == "database_unavailable" else request)
+    rendered: str = template.render(
+        context, None if context["code"] == "database_unavailable" else request
+    )
     return rendered
 
 
 def key_missing() -> Problem:
     name = conf.get().HEADER_NAMES[0]
-    return Problem(400, "key_missing", f"Send a unique key in the header {name}. Send the same key with each retry.")
+    return Problem(
+        400,
+        "key_missing",
+        f"Send a unique key in the header {name}. Send the same key with each retry.",
+    )
 
 
 def key_invalid(detail: str) -> Problem:
@@ -111,14 +140,17 @@ def key_invalid(detail: str) -> Problem:
 
 def body_incomplete() -> Problem:
     """The connection closed before the whole body arrived. No key was claimed."""
-    return Problem(400, "body_incomplete", "Send the whole request again, with the same key.", retryable=True)
+    return Problem(
+        400, "body_incomplete", "Send the whole request again, with the same key.", retryable=True
+    )
 
 
 def scope_missing() -> Problem:
-    """The request has no scope: no user, no session, or the function ``scope=`` returned nothing."""
+    """The request has no scope: no user, no session, or the function ``scope=`` returned
+    nothing."""
     detail = (
-        "The request does not identify its sender. Sign in, or send the session cookie or the credentials that this service "
-        "requires."
+        "The request does not identify its sender. Sign in, or send the session cookie or the"
+        " credentials that this service requires."
     )
     return Problem(400, "scope_missing", detail)
 
@@ -147,7 +179,10 @@ def _key_in_use(retry_after: float) -> Problem:
 
 
 def _key_stuck() -> Problem:
-    detail = "This request requires manual intervention. Keep the key: after the intervention, a retry with it gets the answer."
+    detail = (
+        "This request requires manual intervention. Keep the key: after the intervention, a retry"
+        " with it gets the answer."
+    )
     return Problem(409, "key_stuck", detail)
 
 
@@ -169,22 +204,25 @@ def _conflict() -> Problem:
 
 
 def _database_unavailable() -> Problem:
-    """The database was lost before or during the view. A retry finds the work that was committed."""
+    """The database was lost before or during the view. A retry finds the work that was
+    committed."""
     detail = "Send the request again, with the same key."
     return Problem(503, "database_unavailable", detail, retryable=True, retry_after=1)
 
 
 def _time_limit_exceeded() -> Problem:
-    """PostgreSQL has ended the transaction of the view at a time limit. A retry would probably exceed it too."""
+    """PostgreSQL has ended the transaction of the view at a time limit. A retry would probably
+    exceed it too."""
     detail = (
-        "The work of this request took too long and was rolled back. A retry with the same key runs it again, and may fail in "
-        "the same way. Contact the operator of this service."
+        "The work of this request took too long and was rolled back. A retry with the same key runs"
+        " it again, and may fail in the same way. Contact the operator of this service."
     )
     return Problem(503, "time_limit_exceeded", detail)
 
 
 def _not_replicated() -> Problem:
-    """A synchronous standby has not confirmed what the response reports. A retry waits for the confirmation again."""
+    """A synchronous standby has not confirmed what the response reports. A retry waits for the
+    confirmation again."""
     detail = "Retry after the time in Retry-After, with the same key."
     return Problem(503, "not_replicated", detail, retryable=True, retry_after=2)
 

@@ -1,4 +1,5 @@
-"""The run of a rebuilt request: the completer calls its view through the decorators of the project."""
+"""The run of a rebuilt request: the completer calls its view through the decorators of the
+project."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

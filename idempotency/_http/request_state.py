@@ -1,4 +1,5 @@
-"""The state of a request before its first attempt, for another attempt in the process after a serialization failure."""
+"""The state of a request before its first attempt, for another attempt in the process after a
+serialization failure."""
 
 import logging
 from collections.abc import Sequence
@@ -27,10 +28,12 @@ _CONTAINERS = frozenset(_MUTABLE) | _MULTI_VALUED
 
 
 class RequestState:
-    """The state of a request before its first attempt, which a view may change and a second attempt must find unchanged. It
-    contains the attributes of the request, the view and rows. It also contains the lists, dicts and sets in the first two and
-    in the arguments, but neither nested lists nor attributes of other objects. A value that cannot be copied, such as a lock or
-    an open file, is kept by reference. Then there is no second attempt, because the first may have changed the value."""
+    """The state of a request before its first attempt, which a view may change and a second attempt
+    must find unchanged. It contains the attributes of the request, the view and rows. It also
+    contains the lists, dicts and sets in the first two and in the arguments, but neither nested
+    lists nor attributes of other objects. A value that cannot be copied, such as a lock or an open
+    file, is kept by reference. Then there is no second attempt, because the first may have changed
+    the value."""
 
     def __init__(self, call: Call) -> None:
         self.request = call.request
@@ -50,13 +53,32 @@ class RequestState:
         ]
         if self._seen is not None:
             parsed = ("_data", "_full_data")
-            holders.append((self._seen, tuple(name for name in parsed if type(vars(self._seen).get(name)) in (dict, list))))
-        #: Each container with its contents, and those of its values that may change and are therefore copied.
-        self._saved: list[tuple[Any, Any, dict[str, Any]]] = [(vars(call.request), self._attributes, {})]
+            holders.append(
+                (
+                    self._seen,
+                    tuple(
+                        name for name in parsed if type(vars(self._seen).get(name)) in (dict, list)
+                    ),
+                )
+            )
+        #: Each container with its contents, and those of its values that may change and are
+        #: therefore copied.
+        self._saved: list[tuple[Any, Any, dict[str, Any]]] = [
+            (vars(call.request), self._attributes, {})
+        ]
         rows: list[models.Model] = []
-        owned, seen = ({} if holder is None else vars(holder) for holder in (call.owner, self._seen))
-        for value in (*self._attributes.values(), *call.args, *call.kwargs.values(), *owned.values(), *seen.values()):
-            # Check the exact type, because isinstance() would load a lazy object. Models have a metaclass.
+        owned, seen = (
+            {} if holder is None else vars(holder) for holder in (call.owner, self._seen)
+        )
+        for value in (
+            *self._attributes.values(),
+            *call.args,
+            *call.kwargs.values(),
+            *owned.values(),
+            *seen.values(),
+        ):
+            # Check the exact type, because isinstance() would load a lazy object. Models have a
+            # metaclass.
             kind = type(value)
             if kind in _CONTAINERS:
                 self._save_contents(value)
@@ -97,32 +119,44 @@ class RequestState:
         self.committed = True
 
     def put_back(self) -> None:
-        """Restore the state in memory, unless ``note_committed`` was called. No database is queried."""
+        """Restore the state in memory, unless ``note_committed`` was called. No database is
+        queried."""
         if self.committed:
             return
         for container, contents, copied in self._saved:
-            _refill(container, contents | {name: _copy(value) for name, value in copied.items()} if copied else contents)
+            _refill(
+                container,
+                (
+                    contents | {name: _copy(value) for name, value in copied.items()}
+                    if copied
+                    else contents
+                ),
+            )
 
     def restore(self) -> bool:
-        """Restore the state, rewind body and files, and reload the user. Return False if that is not possible: a value could
-        not be copied, an upload is closed, or another transaction has changed a row that the request holds. A view that
-        computes with such a row would overwrite that change."""
+        """Restore the state, rewind body and files, and reload the user. Return False if that is
+        not possible: a value could not be copied, an upload is closed, or another transaction has
+        changed a row that the request holds. A view that computes with such a row would overwrite
+        that change."""
         self.put_back()
         if self._by_reference:
             logger.info(
-                "a request is not run again inside the process, because it has values that cannot be copied, in the "
-                "attributes %s",
+                "a request is not run again inside the process, because it has values that cannot"
+                " be copied, in the attributes %s",
                 ", ".join(self._by_reference),
             )
             return False
-        attributes = Hidden(self._attributes)  # The body is among them, and code of the user model runs here.
+        # The body is among them, and code of the user model runs here.
+        attributes = Hidden(self._attributes)
         if self._handlers:
             vars(self.request)["_upload_handlers"] = [copy(handler) for handler in self._handlers]
         if "_body" in attributes.value:
             vars(self.request)["_stream"] = BytesIO(attributes.value["_body"])
         elif isinstance(stream := attributes.value.get("_stream"), RereadableStream):
             stream.rewind()
-        for _, uploads in attributes.value["_files"].lists() if "_files" in attributes.value else ():
+        for _, uploads in (
+            attributes.value["_files"].lists() if "_files" in attributes.value else ()
+        ):
             for upload in uploads:
                 if upload.closed:
                     return False
@@ -149,13 +183,17 @@ def _with_their_rows(rows: list[models.Model]) -> list[models.Model]:
         if id(row) not in found:
             found[id(row)] = row
             held = (*vars(row).values(), *row._state.fields_cache.values())
-            rows += [value for value in held if type(type(value)) is not type and issubclass(type(value), models.Model)]
+            rows += [
+                value
+                for value in held
+                if type(type(value)) is not type and issubclass(type(value), models.Model)
+            ]
     return list(found.values())
 
 
 def _fetch_anew(user: models.Model) -> None:
-    """Reload the fields of a user and drop its cached properties; other attributes stay. A user that came from no database,
-    or whose row is deleted, is not changed."""
+    """Reload the fields of a user and drop its cached properties; other attributes stay. A user
+    that came from no database, or whose row is deleted, is not changed."""
     if user._state.db is None:
         return
     try:
@@ -171,7 +209,11 @@ def _is_as_stored(row: models.Model) -> bool:
     """Return whether the row equals the database; True for a row that came from no database."""
     if row._state.db is None:
         return True
-    fields = {field.attname: vars(row)[field.attname] for field in row._meta.concrete_fields if field.attname in vars(row)}
+    fields = {
+        field.attname: vars(row)[field.attname]
+        for field in row._meta.concrete_fields
+        if field.attname in vars(row)
+    }
     stored = type(row)._base_manager.using(row._state.db).filter(pk=row.pk).values(*fields)
     return fields in stored
 
@@ -183,8 +225,8 @@ def _shallow(container: Any) -> Any:
 
 
 def _refill(container: Any, contents: Any) -> None:
-    """Restore the contents of a container in place, because a middleware may hold the same object. An unchanged container is
-    never empty in between, because other threads may read it."""
+    """Restore the contents of a container in place, because a middleware may hold the same object.
+    An unchanged container is never empty in between, because other threads may read it."""
     if type(container) is list:
         container[:] = contents
     elif type(container) is set:
@@ -194,7 +236,10 @@ def _refill(container: Any, contents: Any) -> None:
         if list(container) != list(contents):
             dict.clear(container)
         multi_valued = type(container) in _MULTI_VALUED
-        dict.update(container, {name: values[:] for name, values in contents.items()} if multi_valued else contents)
+        dict.update(
+            container,
+            {name: values[:] for name, values in contents.items()} if multi_valued else contents,
+        )
 
 
 def _copy(value: Any) -> Any:
@@ -203,4 +248,6 @@ def _copy(value: Any) -> Any:
 
 
 def _holds_rows(value: Any) -> bool:
-    return isinstance(value, dict) and any(issubclass(type(item), models.Model) for item in value.values())
+    return isinstance(value, dict) and any(
+        issubclass(type(item), models.Model) for item in value.values()
+    )

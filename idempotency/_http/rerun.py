@@ -23,8 +23,19 @@ from idempotency._http import responses
 from idempotency._http.environment import Environment, in_environment
 from idempotency._http.options import OnAbandon, Options
 from idempotency._http.rebuilt import RebuiltRun
-from idempotency._http.routes import has_on_abandon, match_of, on_abandon_of, options_for, options_of
-from idempotency._http.stored_request import can_rebuild, refuse_partial, sender_is_no_user, sender_of
+from idempotency._http.routes import (
+    has_on_abandon,
+    match_of,
+    on_abandon_of,
+    options_for,
+    options_of,
+)
+from idempotency._http.stored_request import (
+    can_rebuild,
+    refuse_partial,
+    sender_is_no_user,
+    sender_of,
+)
 from idempotency._http.view import rendered
 from idempotency._text import error_text
 from idempotency.exceptions import KeyStuck, StuckCode
@@ -40,13 +51,18 @@ class HttpAdapter:
         """Clients stop retrying only after a stored 2xx or 4xx."""
         code = value.status_code
         if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_storable(value):
-            text = gettext("A client may retry after status %(code)s: choose a 2xx, or a 4xx such as 409, 410 or 422.")
+            text = gettext(
+                "A client may retry after status %(code)s: choose a 2xx, or a 4xx such as 409, 410"
+                " or 422."
+            )
             raise ValueError(text % {"code": code})
         if len(value.content) > (limit := conf.get().MAX_STORED_BODY_BYTES):
             text = gettext("The body is longer than %(limit)s bytes (MAX_STORED_BODY_BYTES).")
             raise ValueError(text % {"limit": limit})
         if code in (204, 205) and value.content:
-            raise ValueError(gettext("A response with status %(code)s has no body.") % {"code": code})
+            raise ValueError(
+                gettext("A response with status %(code)s has no body.") % {"code": code}
+            )
         return responses.stored_parts(value)
 
 
@@ -70,14 +86,24 @@ class StoredView:
         except KeyStuck as stuck:  # CannotRun, or raised by PREPARE_REQUEST.
             code, reason = cause_of(stuck)
             return RerunResult(
-                f"The completer cannot run this request: {reason}", rebuilt.run, error=stuck, stuck=(code, reason)
+                f"The completer cannot run this request: {reason}",
+                rebuilt.run,
+                error=stuck,
+                stuck=(code, reason),
             )
         except FAILURES as error:
-            return RerunResult(error_text(error), rebuilt.run, isinstance(error, responses.HTTP_EXCEPTIONS), error)
-        told = responses.described(response, withheld=False)  # A request without its body was not run.
-        is_refused = responses.is_refusal(response) or responses.is_login_redirect(response, self._environment.required())
+            return RerunResult(
+                error_text(error), rebuilt.run, isinstance(error, responses.HTTP_EXCEPTIONS), error
+            )
+        # A request without its body was not run.
+        told = responses.described(response, withheld=False)
+        is_refused = responses.is_refusal(response) or responses.is_login_redirect(
+            response, self._environment.required()
+        )
         return RerunResult(
-            f"A decorator or the framework, outside of @idempotent, responded with {told}", rebuilt.run, is_refused
+            f"A decorator or the framework, outside of @idempotent, responded with {told}",
+            rebuilt.run,
+            is_refused,
         )
 
     def has_on_abandon(self) -> bool | None:
@@ -101,22 +127,27 @@ class StoredView:
 
 
 def _call(rebuilt: RebuiltRun, environment: Environment) -> HttpResponseBase:
-    """Call the view of a claimed key with the rebuilt request, and return its response. Raises the exceptions of the view.
+    """Call the view of a claimed key with the rebuilt request, and return its response. Raises the
+    exceptions of the view.
 
-    Raises CannotRun if the request cannot be rebuilt, has no protected view, or its sender is unknown or refused.
+    Raises CannotRun if the request cannot be rebuilt, has no protected view, or its sender is
+    unknown or refused.
     Raises the failure of the environment.
     """
     key = rebuilt.key
     refuse_partial(key)
     request = environment.required()
     if key.user_id is not None:
-        user = sender_of(key)  # Also if PREPARE_REQUEST has set another one: a user who is gone must not run anything.
+        # Also if PREPARE_REQUEST has set another one: a user who is gone must not run anything.
+        user = sender_of(key)
         if not environment.sender_set:
             request.user = user
     try:
         match = match_of(key)
     except Resolver404:
-        raise CannotRun(StuckCode.VIEW_MISSING, f"The URLconf has no view for {request.path_info} any more.") from None
+        raise CannotRun(
+            StuckCode.VIEW_MISSING, f"The URLconf has no view for {request.path_info} any more."
+        ) from None
     options = options_of(match.func, key.request_method)
     if options is None:
         # An undecorated view would run without the key.
@@ -137,14 +168,21 @@ def _call(rebuilt: RebuiltRun, environment: Environment) -> HttpResponseBase:
         return response
 
 
-def _name_sender(request: HttpRequest, key: ClaimedKey, options: Options, environment: Environment) -> None:
-    """Let Django REST framework use the sender. Raises CannotRun if the sender is not a Django user and is not set."""
-    if key.user_id is None and not environment.sender_set and not _is_anybodys(request, key, options):
+def _name_sender(
+    request: HttpRequest, key: ClaimedKey, options: Options, environment: Environment
+) -> None:
+    """Let Django REST framework use the sender. Raises CannotRun if the sender is not a Django user
+    and is not set."""
+    if (
+        key.user_id is None
+        and not environment.sender_set
+        and not _is_anybodys(request, key, options)
+    ):
         raise CannotRun(
             StuckCode.USER_MISSING,
-            "The sender of the request is not a Django user, and IDEMPOTENCY['PREPARE_REQUEST'] did not set it. The function "
-            "must set request.user or request.auth. If the client's request had neither, the attributes that scope= reads "
-            "suffice.",
+            "The sender of the request is not a Django user, and IDEMPOTENCY['PREPARE_REQUEST'] did"
+            " not set it. The function must set request.user or request.auth. If the client's"
+            " request had neither, the attributes that scope= reads suffice.",
         )
     # Django REST framework uses these without authentication, as in force_authenticate().
     vars(request).setdefault("_force_auth_user", request.user)
@@ -153,10 +191,13 @@ def _name_sender(request: HttpRequest, key: ClaimedKey, options: Options, enviro
 
 
 def _is_anybodys(request: HttpRequest, key: ClaimedKey, options: Options) -> bool:
-    """Return whether no sender is needed: the scope is a session, or is the same without a sender."""
+    """Return whether no sender is needed: the scope is a session, or is the same without a
+    sender."""
     if sender_is_no_user(key):
         return False
-    if options.scope in (None, scopes.session, scopes.user_or_session) and key.scope.startswith("session:"):
+    if options.scope in (None, scopes.session, scopes.user_or_session) and key.scope.startswith(
+        "session:"
+    ):
         return True
     try:
         return scopes.scope_of(request, options.scope) == key.scope
@@ -167,12 +208,12 @@ def _is_anybodys(request: HttpRequest, key: ClaimedKey, options: Options) -> boo
 
 
 def _stop_if_part_is_done(request: HttpRequest, key: ClaimedKey, told: str) -> None:
-    """Raise CannotRun if a check outside @idempotent has refused the sender, and part of the request is done. If nothing is
-    done, the caller releases the key, and the client may retry."""
+    """Raise CannotRun if a check outside @idempotent has refused the sender, and part of the
+    request is done. If nothing is done, the caller releases the key, and the client may retry."""
     reached = hasattr(request, "idempotency_key")  # @idempotent sets the attribute.
     if not reached and not key.untouched:
         raise CannotRun(
             StuckCode.USER_MISSING,
-            f"The sender may not make this request any more: a check before @idempotent refused it {told}. Part of its work is "
-            "done.",
+            "The sender may not make this request any more: a check before @idempotent refused it"
+            f" {told}. Part of its work is done.",
         )

@@ -29,10 +29,18 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 BODY_OMITTED_HEADER = "Idempotent-Body-Omitted"
 HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
 
-#: Headers that are not stored, because each response has its own, or they belong to one connection or client.
+#: Headers that are not stored, because each response has its own, or they belong to one connection
+#: or client.
 _FRESH_HEADERS = frozenset(
     {"connection", "content-length", "date", "proxy-authenticate", "server", "set-cookie"}
-    | {"transfer-encoding", "www-authenticate", "x-request-id", "x-correlation-id", "request-id", "traceparent"}
+    | {
+        "transfer-encoding",
+        "www-authenticate",
+        "x-request-id",
+        "x-correlation-id",
+        "request-id",
+        "traceparent",
+    }
 )
 _FRESH_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit")
 
@@ -45,8 +53,8 @@ _MAX_MESSAGE_LENGTH = 500
 
 
 def is_stored(response: HttpResponseBase) -> bool:
-    """Return whether this response finishes its key if a view returns it: 2xx, 3xx, definitive 4xx, and 5xx with STORE_5XX. A
-    response that asks to be retried is not definitive."""
+    """Return whether this response finishes its key if a view returns it: 2xx, 3xx, definitive 4xx,
+    and 5xx with STORE_5XX. A response that asks to be retried is not definitive."""
     asks_to_be_retried = response.status_code in _RETRIED_STATUSES and "Retry-After" in response
     return is_storable(response) and not asks_to_be_retried
 
@@ -58,7 +66,9 @@ def is_storable(response: HttpResponseBase) -> bool:
 
 def _is_stored(status: int) -> bool:
     limits = conf.get()
-    return status not in limits.NEVER_STORED_STATUSES and (status < HTTPStatus.INTERNAL_SERVER_ERROR or limits.STORE_5XX)
+    return status not in limits.NEVER_STORED_STATUSES and (
+        status < HTTPStatus.INTERNAL_SERVER_ERROR or limits.STORE_5XX
+    )
 
 
 def is_refusal(response: HttpResponseBase) -> bool:
@@ -67,8 +77,8 @@ def is_refusal(response: HttpResponseBase) -> bool:
 
 
 def is_login_redirect(response: HttpResponseBase, request: HttpRequest) -> bool:
-    """Return whether a check of access, such as ``permission_required``, redirects the sender to a login page: to LOGIN_URL, or
-    to an URL whose query names the address of this request."""
+    """Return whether a check of access, such as ``permission_required``, redirects the sender to a
+    login page: to LOGIN_URL, or to an URL whose query names the address of this request."""
     if not 300 <= response.status_code < 400 or "Location" not in response:
         return False
     target, own = urlsplit(response["Location"]), request.get_full_path()
@@ -94,20 +104,23 @@ def stored_headers(response: HttpResponseBase) -> dict[str, str]:
     return {
         name: value
         for name, value in response.items()
-        if name.lower() not in _FRESH_HEADERS and not name.lower().startswith(_FRESH_PREFIXES) and not is_credential(name)
+        if name.lower() not in _FRESH_HEADERS
+        and not name.lower().startswith(_FRESH_PREFIXES)
+        and not is_credential(name)
     }
 
 
 def described(response: HttpResponseBase, *, withheld: bool) -> str:
-    """Return the status and the message of a response that is not stored, for the last error of a key. If ``withheld``, the
-    message could quote what must not be stored."""
+    """Return the status and the message of a response that is not stored, for the last error of a
+    key. If ``withheld``, the message could quote what must not be stored."""
     status = f"status {response.status_code}"
     message = "" if withheld else _message(response)
     return f"{status}: {cut(message, _MAX_MESSAGE_LENGTH)}" if message else f"{status}."
 
 
 def _message(response: HttpResponseBase) -> str:
-    """Return the first line of a short text, or the member of a JSON body that describes the error; else an empty string."""
+    """Return the first line of a short text, or the member of a JSON body that describes the error;
+    else an empty string."""
     if not isinstance(response, HttpResponse) or not getattr(response, "is_rendered", True):
         return ""
     content = response.content
@@ -130,7 +143,13 @@ def _first_text(body: Any) -> str:
         return body.strip() if isinstance(body, str) else ""
     error = body.get("error")
     nested = error if isinstance(error, dict) else {}
-    told = (body.get("detail"), nested.get("message"), body.get("message"), error, body.get("title"))
+    told = (
+        body.get("detail"),
+        nested.get("message"),
+        body.get("message"),
+        error,
+        body.get("title"),
+    )
     return next((text.strip() for text in told if isinstance(text, str) and text.strip()), "")
 
 
@@ -138,7 +157,9 @@ def stored_response(key: IdempotencyKey) -> HttpResponse:
     """Return the stored response of a finished key: the same status, bytes and headers."""
     body = key.response_body
     headers = key.response_headers or {}
-    response = HttpResponse(b"" if body is None else bytes(body), status=key.response_code, headers=headers)
+    response = HttpResponse(
+        b"" if body is None else bytes(body), status=key.response_code, headers=headers
+    )
     if not any(name.lower() == "content-type" for name in headers):
         del response["Content-Type"]  # Django's default
     if body is None:
@@ -149,8 +170,9 @@ def stored_response(key: IdempotencyKey) -> HttpResponse:
 
 
 def answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
-    """Return the response of the framework to an exception, or that of Django if it is stored. Return None to raise the
-    exception: the hooks of the framework or Django have then not run, or do not run again."""
+    """Return the response of the framework to an exception, or that of Django if it is stored.
+    Return None to raise the exception: the hooks of the framework or Django have then not run, or
+    do not run again."""
     if isinstance(error, Error | IdempotencyError | Problem):
         return None
     if (answer := call.answer_to(error)) is not None:

@@ -32,15 +32,22 @@ METHODS: list[Callable[[View], set[str] | None]] = []
 _GENERIC = {"post": "create", "put": "update", "patch": "partial_update", "delete": "destroy"}
 
 
-def every_view(resolver: URLResolver, prefix: str = "/", namespace: str = "") -> Iterator[tuple[str, str, View]]:
-    """Yield the route, the name for ``reverse()`` and the callback of each view; a regular expression is simplified."""
+def every_view(
+    resolver: URLResolver, prefix: str = "/", namespace: str = ""
+) -> Iterator[tuple[str, str, View]]:
+    """Yield the route, the name for ``reverse()`` and the callback of each view; a regular
+    expression is simplified."""
     for found in resolver.url_patterns:
         pattern = str(found.pattern)
-        path = prefix + (_simplified(pattern) if isinstance(found.pattern, RegexPattern) else pattern)
+        path = prefix + (
+            _simplified(pattern) if isinstance(found.pattern, RegexPattern) else pattern
+        )
         if isinstance(found, URLPattern):
             yield path, f"{namespace}{found.name}" if found.name else "", found.callback
         else:
-            yield from every_view(found, path, f"{namespace}{found.namespace}:" if found.namespace else namespace)
+            yield from every_view(
+                found, path, f"{namespace}{found.namespace}:" if found.namespace else namespace
+            )
 
 
 def match_of(key: IdempotencyKey) -> ResolverMatch:
@@ -48,7 +55,9 @@ def match_of(key: IdempotencyKey) -> ResolverMatch:
     path, urlconf = unquote(key.request_path.partition("?")[0]), urlconf_of(key)
     try:
         # Under i18n_patterns a path resolves only in its language.
-        with translation.override(translation.get_language_from_path(path) or settings.LANGUAGE_CODE):
+        with translation.override(
+            translation.get_language_from_path(path) or settings.LANGUAGE_CODE
+        ):
             return resolve(path, urlconf)
     except ImportError as error:
         raise Resolver404({"path": path, "tried": [urlconf]}) from error
@@ -62,22 +71,39 @@ def options_of(view: View, method: str) -> Options | None:
     actions, name, owner = getattr(view, "actions", None) or {}, method.lower(), class_of(view)
     handler = getattr(owner, actions.get(name, name), None)
     inner = getclosurevars(handler).nonlocals.get("func") if isfunction(handler) else None
-    generic = getattr(owner, _GENERIC.get(name, ""), None) if hasattr(view, "cls") and not actions else None
-    # as_view() copies the attributes of the outermost dispatch(), which a subclass may have overridden.
-    candidates = [getattr(vars(base).get("dispatch"), "idempotency", None) for base in getattr(owner, "__mro__", ())]
+    generic = (
+        getattr(owner, _GENERIC.get(name, ""), None)
+        if hasattr(view, "cls") and not actions
+        else None
+    )
+    # as_view() copies the attributes of the outermost dispatch(), which a subclass may have
+    # overridden.
+    candidates = [
+        getattr(vars(base).get("dispatch"), "idempotency", None)
+        for base in getattr(owner, "__mro__", ())
+    ]
     candidates += [getattr(called, "idempotency", None) for called in (handler, inner, generic)]
     candidates += [find(view, method) for find in FINDERS]
     return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 def options_for(key: IdempotencyKey) -> Options | None:
-    """Return the options of a stored request's view; None if its path does not resolve. Raises errors of the database."""
+    """Return the options of a stored request's view; None if its path does not resolve. Raises
+    errors of the database."""
     try:
         return _options_for(key)
-    except Exception as error:  # A path converter may raise anything, also errors of another database.
-        if isinstance(error, Error) and (serialization_failed(error) or not accepts_writes(str(key._state.db))):
+    except Exception as error:
+        # A path converter may raise anything, also errors of another database.
+        if isinstance(error, Error) and (
+            serialization_failed(error) or not accepts_writes(str(key._state.db))
+        ):
             raise
-        logger.warning("the path of key %s does not resolve: %s", key.key_hash, error_text(error), extra=about(key))
+        logger.warning(
+            "the path of key %s does not resolve: %s",
+            key.key_hash,
+            error_text(error),
+            extra=about(key),
+        )
         return None
 
 
@@ -87,7 +113,8 @@ def has_on_abandon(key: IdempotencyKey) -> bool:
 
 
 def on_abandon_of(key: IdempotencyKey) -> OnAbandon | None:
-    """Return the view's ``on_abandon``. Raises what a path converter raises: the view is unknown then, not missing."""
+    """Return the view's ``on_abandon``. Raises what a path converter raises: the view is unknown
+    then, not missing."""
     options = _options_for(key)
     return options.on_abandon if options else None
 
@@ -100,7 +127,8 @@ def _options_for(key: IdempotencyKey) -> Options | None:
 
 
 def class_of(view: View) -> Any:
-    return getattr(view, "view_class", None) or getattr(view, "cls", None)  # of Django, of Django REST framework
+    # of Django, of Django REST framework
+    return getattr(view, "view_class", None) or getattr(view, "cls", None)
 
 
 def _simplified(regex: str) -> str:

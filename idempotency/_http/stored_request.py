@@ -1,7 +1,7 @@
 """The stored request: capture it for a claim, and rebuild it for the completer.
 
-Only this module knows the format. The column ``request_headers`` contains headers of the client and marks; marks have
-lower-case names, which no stored header has.
+Only this module knows the format. The column ``request_headers`` contains headers of the client and
+marks; marks have lower-case names, which no stored header has.
 """
 
 import json
@@ -51,28 +51,39 @@ _CREDENTIALS = "credentials"
 _SCRIPT_NAME = "script_name"
 #: The mark of a multipart request, whose fields are stored as a form.
 _MULTIPART = "multipart"
-#: The mark of a form that a middleware has parsed although the method is not POST: one of Django Ninja, or one that overrides
-#: the method.
+#: The mark of a form that a middleware has parsed although the method is not POST: one of Django
+#: Ninja, or one that overrides the method.
 _PARSED = "parsed"
 #: The mark of an authenticated sender that is not a Django user.
 _NO_USER = "no_user"
 #: The mark with the URLconf that a middleware chose, for instance by host.
 _URLCONF = "urlconf"
-#: The mark with the values that ``keep=`` names, as JSON text: a column of JSON does not take each text.
+#: The mark with the values that ``keep=`` names, as JSON text: a column of JSON does not take each
+#: text.
 _KEPT = "kept"
 #: The maximum size of that text. The values should be identifiers; rows can be read again.
 MAX_KEPT_BYTES = 4096
 
 
 def capture(
-    request: HttpRequest, scope: str, key: Hidden[str], options: Options, *, view: str, framework: bool
+    request: HttpRequest,
+    scope: str,
+    key: Hidden[str],
+    options: Options,
+    *,
+    view: str,
+    framework: bool,
 ) -> ClaimedRequest:
-    """Return the parts of the request that a claim stores. For a plain view these contain neither headers nor body, which only
-    the completer needs. The body is read. Raises Problem ``body_incomplete`` for a truncated body, and the exceptions of Django
-    for a body that is too large or invalid. If the values of ``keep=`` cannot be stored, ``unstorable`` has the error, which
-    names the ``view``: a request that is only answered needs them no more. With ``framework``, the view has parsers of its own,
-    as in Django REST framework."""
-    body, content_type, by_host = *body_to_store(request, framework=framework), conf.get().FINGERPRINT_HOST
+    """Return the parts of the request that a claim stores. For a plain view these contain neither
+    headers nor body, which only the completer needs. The body is read. Raises Problem
+    ``body_incomplete`` for a truncated body, and the exceptions of Django for a body that is too
+    large or invalid. If the values of ``keep=`` cannot be stored, ``unstorable`` has the error,
+    which names the ``view``: a request that is only answered needs them no more. With
+    ``framework``, the view has parsers of its own, as in Django REST framework."""
+    body, content_type, by_host = (
+        *body_to_store(request, framework=framework),
+        conf.get().FINGERPRINT_HOST,
+    )
     snapshot, unstorable = _kept(request, options, view)
     user, phased = user_of(request), options.recovery_points is not None
     # An empty body contains no secret, and the completer can run it.
@@ -88,10 +99,16 @@ def capture(
         request_path=path,
         request_body=body.value if is_stored else None,
         request_content_type=printable(content_type) if phased else "",
-        request_headers=_client_headers(request) | _marks(request, user, content_type) | _given(rest) if phased else {},
+        request_headers=(
+            _client_headers(request) | _marks(request, user, content_type) | _given(rest)
+            if phased
+            else {}
+        ),
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         # Parts that are not stored must not be guessed from the fingerprint.
-        request_fingerprint=fingerprint(request, body, keyed=is_cut or not options.store_body, by_host=by_host),
+        request_fingerprint=fingerprint(
+            request, body, keyed=is_cut or not options.store_body, by_host=by_host
+        ),
         made_alike=partial(made_alike, request=request, body=body),
         plain_fingerprint=partial(fingerprint, request, body, keyed=True, by_host=by_host),
         retention_hours=options.hours_kept(),
@@ -101,7 +118,11 @@ def capture(
 
 
 def _client_headers(request: HttpRequest) -> dict[str, str]:
-    headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
+    headers = {
+        name: value
+        for name in _KEPT_HEADERS
+        if (value := header(request, name)) and value.isprintable()
+    }
     return headers | {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
 
 
@@ -121,10 +142,12 @@ def _given(marks: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in marks.items() if value}
 
 
-def _kept(request: HttpRequest, options: Options, view: str) -> tuple[Hidden[str], Exception | None]:
-    """Return the values of ``keep=`` as JSON text, empty if there are none, and why they cannot be stored. To read a lazy value
-    may raise any exception, for instance if the row behind it was deleted. Raises database errors, after which the client
-    retries."""
+def _kept(
+    request: HttpRequest, options: Options, view: str
+) -> tuple[Hidden[str], Exception | None]:
+    """Return the values of ``keep=`` as JSON text, empty if there are none, and why they cannot be
+    stored. To read a lazy value may raise any exception, for instance if the row behind it was
+    deleted. Raises database errors, after which the client retries."""
     if not options.keep:
         return Hidden(""), None
     try:
@@ -135,8 +158,8 @@ def _kept(request: HttpRequest, options: Options, view: str) -> tuple[Hidden[str
         return Hidden(""), error
     if (length := len(text.value)) > MAX_KEPT_BYTES:
         return Hidden(""), ValueError(
-            f"The values of the option keep of the view {view} have {length:,} bytes as JSON; at most {MAX_KEPT_BYTES:,} "
-            f"are stored. Name identifiers, and read the rows again."
+            f"The values of the option keep of the view {view} have {length:,} bytes as JSON; at"
+            f" most {MAX_KEPT_BYTES:,} are stored. Name identifiers, and read the rows again."
         )
     return text, None
 
@@ -148,12 +171,15 @@ def urlconf_of(key: IdempotencyKey) -> str | None:
 
 def client_headers(key: IdempotencyKey) -> dict[str, str]:
     """Return the headers of the client that are stored, without marks."""
-    return {name: key.request_headers[name] for name in _KEPT_HEADERS if name in key.request_headers}
+    return {
+        name: key.request_headers[name] for name in _KEPT_HEADERS if name in key.request_headers
+    }
 
 
 def address_of(key: IdempotencyKey) -> tuple[str, str, str]:
-    """Return the parts of the address to which the client sent the request: scheme, host, and path with query. The host is as
-    the client sent it, or empty. The path begins with one slash, so it cannot change the host."""
+    """Return the parts of the address to which the client sent the request: scheme, host, and path
+    with query. The host is as the client sent it, or empty. The path begins with one slash, so it
+    cannot change the host."""
     kept = key.request_headers
     path = f"{kept.get(_SCRIPT_NAME, '')}{key.request_path}"
     return kept.get("scheme", "http"), kept.get("Host", ""), f"/{path.lstrip('/')}"
@@ -169,7 +195,8 @@ def has_whole_query(key: IdempotencyKey) -> bool:
 
 
 def has_headers(key: IdempotencyKey) -> bool:
-    """Return whether the headers of the request are stored, as for each phased view. They name at least its scheme."""
+    """Return whether the headers of the request are stored, as for each phased view. They name at
+    least its scheme."""
     return bool(key.request_headers)
 
 
@@ -187,15 +214,17 @@ def refuse_partial(key: IdempotencyKey) -> None:
 
 
 def rebuild(key: IdempotencyKey) -> HttpRequest:
-    """Return the request of a key, without the parts that are not stored. Its user is read at the first access, in the
-    database that the router names then."""
+    """Return the request of a key, without the parts that are not stored. Its user is read at the
+    first access, in the database that the router names then."""
     request = _request_of(key)
     if _PARSED in key.request_headers:
         with suppress(BadRequest):  # In a charset that only the parsers of the view can read.
             parse(request)
     # The original request passed the CSRF check; otherwise there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
-    user: Any = AnonymousUser() if key.user_id is None else SimpleLazyObject(partial(sender_of, key))
+    user: Any = (
+        AnonymousUser() if key.user_id is None else SimpleLazyObject(partial(sender_of, key))
+    )
     request.user = user
     request.auser = sync_to_async(partial(_loaded_user, request))
     if urlconf := urlconf_of(key):
@@ -218,7 +247,11 @@ def _environ(key: IdempotencyKey, body: bytes, content_type: str) -> dict[str, A
     path, _, query = key.request_path.partition("?")
     kept = key.request_headers
     host, scheme = kept.get("Host", ""), kept.get("scheme", "http")
-    environ = {f"HTTP_{name.upper().replace('-', '_')}": kept[name] for name in _KEPT_HEADERS if name in kept}
+    environ = {
+        f"HTTP_{name.upper().replace('-', '_')}": kept[name]
+        for name in _KEPT_HEADERS
+        if name in kept
+    }
     return environ | {
         "REQUEST_METHOD": key.request_method,
         "SCRIPT_NAME": kept.get(_SCRIPT_NAME, "").encode().decode("latin-1"),  # as WSGI has it
@@ -237,23 +270,31 @@ def _environ(key: IdempotencyKey, body: bytes, content_type: str) -> dict[str, A
 
 
 def _multipart(fields: bytes) -> tuple[bytes, str]:
-    """Return the stored fields as a multipart body, and its content type. The boundary is random, so no value contains it."""
+    """Return the stored fields as a multipart body, and its content type. The boundary is random,
+    so no value contains it."""
     boundary, parts = secrets.token_hex(16), []
     for name, value in parse_qsl(fields.decode(), keep_blank_values=True):
-        # RFC 2231 encodes any name, but may triple its length, and the header of a part is limited to 1,024 bytes.
+        # RFC 2231 encodes any name, but may triple its length, and the header of a part is limited
+        # to 1,024 bytes.
         quoted = name.isprintable() and not {'"', "\\"} & set(name)
         named = f'name="{name}"' if quoted else f"name*=UTF-8''{quote(name, safe='')}"
         parts.append(f"--{boundary}\r\nContent-Disposition: form-data; {named}\r\n\r\n{value}\r\n")
-    return f"{''.join(parts)}--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}; charset=utf-8"
+    return (
+        f"{''.join(parts)}--{boundary}--\r\n".encode(),
+        f"multipart/form-data; boundary={boundary}; charset=utf-8",
+    )
 
 
 def sender_of(key: IdempotencyKey) -> Any:
-    """Return the user who sent the request. Raises CannotRun if this user is deleted or not active any more."""
+    """Return the user who sent the request. Raises CannotRun if this user is deleted or not active
+    any more."""
     user_id: Any = key.user_id
     user = get_user_model()._default_manager.filter(pk=user_id).first()
     if user is None or not getattr(user, "is_active", True):
         raise CannotRun(
-            StuckCode.USER_MISSING, f"The sender of the request, the user {key.user_id}, is deleted or not active any more."
+            StuckCode.USER_MISSING,
+            f"The sender of the request, the user {key.user_id}, is deleted or not active any"
+            " more.",
         )
     return user
 

@@ -1,4 +1,5 @@
-"""The call of a view: a function, a method or a coroutine function, of Django or of Django REST framework."""
+"""The call of a view: a function, a method or a coroutine function, of Django or of Django REST
+framework."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,8 +22,9 @@ View = Callable[..., Any]
 _FINALIZED = "idempotency_finalized"
 
 OUTSIDE = (
-    " is decorated with @idempotent outside authentication and permissions, so anybody could get a stored response. Apply it "
-    "inside them: on the function itself, or on the handler of the class (post(), create(), ...)."
+    " is decorated with @idempotent outside authentication and permissions, so anybody could get a"
+    " stored response. Apply it inside them: on the function itself, or on the handler of the class"
+    " (post(), create(), ...)."
 )
 
 
@@ -42,20 +44,30 @@ class Call:
         """Find the request: the first argument of a function, the second of a method."""
         for seen in args[:2]:
             if isinstance(seen, HttpRequest):
-                method = getattr(view, "func", view)  # method_decorator binds a method with partial()
+                # method_decorator binds a method with partial()
+                method = getattr(view, "func", view)
                 owner = args[0] if args[0] is not seen else getattr(method, "__self__", None)
                 if not isinstance(owner, BaseView):
                     owner = None  # another object may serve other requests too
                 if hasattr(owner, "initialize_request"):
                     raise RuntimeError("dispatch() of a Django REST framework view" + OUTSIDE)
-                if owner is not None and getattr(view, "__name__", "") == "dispatch" and access_is_checked_inside(type(owner)):
-                    raise RuntimeError(f"dispatch() of {type(owner).__name__}, which checks access in this method," + OUTSIDE)
+                if (
+                    owner is not None
+                    and getattr(view, "__name__", "") == "dispatch"
+                    and access_is_checked_inside(type(owner))
+                ):
+                    raise RuntimeError(
+                        f"dispatch() of {type(owner).__name__}, which checks access in this method,"
+                        + OUTSIDE
+                    )
                 return cls(view, args, kwargs, seen, seen, owner)
-            if hasattr(seen, "parser_context") and isinstance(inner := getattr(seen, "_request", None), HttpRequest):
+            if hasattr(seen, "parser_context") and isinstance(
+                inner := getattr(seen, "_request", None), HttpRequest
+            ):
                 return cls(view, args, kwargs, inner, seen, seen.parser_context["view"])
         raise TypeError(
-            "The decorator @idempotent found no request in the arguments. The request must be the first argument of a "
-            "function, or the second argument of a method."
+            "The decorator @idempotent found no request in the arguments. The request must be the"
+            " first argument of a function, or the second argument of a method."
         )
 
     @property
@@ -65,7 +77,8 @@ class Call:
         return f"{named.__module__}.{named.__qualname__}"
 
     def __call__(self) -> Any:
-        """Call the view. A coroutine runs on the event loop; its database calls run in this thread and transaction."""
+        """Call the view. A coroutine runs on the event loop; its database calls run in this thread
+        and transaction."""
         return awaited(self.view(*self.args, **self.kwargs))
 
     def response(self) -> HttpResponseBase:
@@ -81,8 +94,9 @@ class Call:
             current_key.reset(token)
 
     def answer_to(self, error: Exception) -> HttpResponseBase | None:
-        """Return the response of the view's framework to an exception, or None if the exception must be raised. Django REST
-        framework handles it in the view; other frameworks set ``answer_to(request, error)`` on the decorated view."""
+        """Return the response of the view's framework to an exception, or None if the exception
+        must be raised. Django REST framework handles it in the view; other frameworks set
+        ``answer_to(request, error)`` on the decorated view."""
         try:
             if (own := getattr(self.view, "answer_to", None)) is not None:
                 return self.rendered(own(self.request, error))
@@ -90,7 +104,8 @@ class Call:
                 return None
             with _kept_from_rollback():
                 return self.rendered(self.owner.handle_exception(error))
-        except Exception as raised:  # It raises exceptions that it does not handle, or another exception.
+        except Exception as raised:
+            # It raises exceptions that it does not handle, or another exception.
             if self.seen_request is not self.request:
                 self._replace_hook_once("handle_exception", error, partial(_raise, raised))
             return None
@@ -102,24 +117,29 @@ class Call:
         return response
 
     def _replace_hook_once(self, name: str, subject: object, result: Callable[[], Any]) -> None:
-        """Replace the next call of a hook of Django REST framework, if it is about ``subject``: the hook has already run."""
+        """Replace the next call of a hook of Django REST framework, if it is about ``subject``: the
+        hook has already run."""
         hook, attributes = getattr(self.owner, name), vars(self.owner)
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             attributes.pop(name, None)
-            return result() if any(argument is subject for argument in args) else hook(*args, **kwargs)
+            return (
+                result() if any(argument is subject for argument in args) else hook(*args, **kwargs)
+            )
 
         attributes[name] = replaced
 
     def rendered(self, response: Any) -> HttpResponseBase:
         """Return the rendered response, so that rendering errors occur before COMMIT."""
         if self.seen_request is not self.request and not getattr(response, _FINALIZED, False):
-            response = self.owner.finalize_response(self.seen_request, response, *self.owner.args, **self.owner.kwargs)
+            response = self.owner.finalize_response(
+                self.seen_request, response, *self.owner.args, **self.owner.kwargs
+            )
             setattr(response, _FINALIZED, True)
         if not isinstance(response, HttpResponseBase):
             raise TypeError(
-                f"The view returned {type(response).__name__}, not a response. Apply @idempotent to the async view itself, or "
-                f"make the decorators between them coroutine functions."
+                f"The view returned {type(response).__name__}, not a response. Apply @idempotent to"
+                " the async view itself, or make the decorators between them coroutine functions."
             )
         return rendered(response)
 
@@ -130,7 +150,8 @@ def _raise(error: Exception) -> Any:
 
 @contextmanager
 def _kept_from_rollback() -> Iterator[None]:
-    """Open savepoints, so that DRF's exception handler does not mark the transaction of a ``TestCase`` for rollback."""
+    """Open savepoints, so that DRF's exception handler does not mark the transaction of a
+    ``TestCase`` for rollback."""
     with ExitStack() as savepoints:
         for alias in connections:
             if connections[alias].in_atomic_block:
@@ -151,7 +172,9 @@ def access_is_checked_inside(view_class: type) -> bool:
 
 def rendered(response: HttpResponseBase) -> HttpResponseBase:
     """Return the response, rendered if it is a template response or one of DRF."""
-    if callable(make := getattr(response, "render", None)) and not getattr(response, "is_rendered", True):
+    if callable(make := getattr(response, "render", None)) and not getattr(
+        response, "is_rendered", True
+    ):
         made: HttpResponseBase = make()
         return made
     return response

@@ -1,4 +1,5 @@
-"""The work of a run that a request asks for: its view. The adapter of HTTP; see ``idempotency._engine.adapter``."""
+"""The work of a run that a request asks for: its view. The adapter of HTTP; see
+``idempotency._engine.adapter``."""
 
 import threading
 from contextlib import AbstractContextManager
@@ -46,13 +47,14 @@ class ViewWork:
         return [alias for alias in atomic_aliases(self._call.view) if alias != using]
 
     def refuse_outer_transaction(self, using: str) -> None:
-        """Raise RuntimeError in the transaction of ATOMIC_REQUESTS. Django opened it around an unprotected view that has called
-        this one. The protection would depend on that view, and retries in the process would be lost unnoticed."""
+        """Raise RuntimeError in the transaction of ATOMIC_REQUESTS. Django opened it around an
+        unprotected view that has called this one. The protection would depend on that view, and
+        retries in the process would be lost unnoticed."""
         match = self._call.request.resolver_match
         if using in atomic_aliases(match.func if match is not None else None):
             raise RuntimeError(
-                f"The view {self.name} was entered inside the transaction of ATOMIC_REQUESTS. Exclude the view that calls it: "
-                "transaction.non_atomic_requests(view)."
+                f"The view {self.name} was entered inside the transaction of ATOMIC_REQUESTS."
+                " Exclude the view that calls it: transaction.non_atomic_requests(view)."
             )
 
     # The call
@@ -66,7 +68,8 @@ class ViewWork:
             return self._outcome(self._call.response())
         except (InProgress, KeyReused, InterventionRequired) as refusal:
             raise RuntimeError(
-                f"The view {self.name} raised {type(refusal).__name__} of another key. Handle it in the view."
+                f"The view {self.name} raised {type(refusal).__name__} of another key. Handle it in"
+                " the view."
             ) from refusal
 
     def outcome(self, value: HttpResponseBase) -> Outcome:
@@ -79,7 +82,9 @@ class ViewWork:
 
     def refusal_of(self, error: Exception) -> Outcome | None:
         if isinstance(error, responses.HTTP_EXCEPTIONS):
-            return Outcome(None, responses.status_of(error), is_stored=False, cause=error, is_raised=True)
+            return Outcome(
+                None, responses.status_of(error), is_stored=False, cause=error, is_raised=True
+            )
         return None
 
     def _outcome(self, response: HttpResponseBase, cause: Exception | None = None) -> Outcome:
@@ -93,8 +98,8 @@ class ViewWork:
     def refuse_unstorable(self, value: HttpResponseBase) -> None:
         if not (responses.is_storable(value) or responses.is_refusal(value)):
             raise ResponseNotStorable(
-                f"A response with status {value.status_code} is never stored. Return it outside the phase: the key is "
-                f"released, and a retry continues from the last recovery point."
+                f"A response with status {value.status_code} is never stored. Return it outside the"
+                " phase: the key is released, and a retry continues from the last recovery point."
             )
 
     def stored(self, value: HttpResponseBase) -> StoredResponse:

@@ -1,6 +1,7 @@
 """The buttons of a key: the effect, the permission and the condition of each.
 
-The UPDATE behind a button checks the state of the key again, because the key may change after the page is shown.
+The UPDATE behind a button checks the state of the key again, because the key may change after the
+page is shown.
 """
 
 from collections.abc import Callable
@@ -23,22 +24,31 @@ from idempotency.admin.stuck_codes import LAST_CALL
 from idempotency.exceptions import NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
-#: The level and the text of the message for the person, and the entry of the admin log in English, "" for no entry.
+#: The level and the text of the message for the person, and the entry of the admin log in English,
+#: "" for no entry.
 Result = tuple[int, str | Promise, str]
 
-TOO_LATE = _("Nothing was done: the key has changed since you loaded the page. This page shows its present state.")
+TOO_LATE = _(
+    "Nothing was done: the key has changed since you loaded the page. This page shows its present"
+    " state."
+)
 
 
 def note_field() -> forms.CharField:
     """Return the field for the note, which each form that changes a row contains."""
     help_text = _("For the history: what you found, or the number of a ticket.")
     return forms.CharField(
-        label=_("Note"), max_length=150, required=False, help_text=help_text, widget=forms.TextInput(attrs={"size": 60})
+        label=_("Note"),
+        max_length=150,
+        required=False,
+        help_text=help_text,
+        widget=forms.TextInput(attrs={"size": 60}),
     )
 
 
 class PressForm(forms.Form):
-    """The data that every button sends: the claim, the recovery point and the calls that the page showed, and a note."""
+    """The data that every button sends: the claim, the recovery point and the calls that the page
+    showed, and a note."""
 
     seen = forms.UUIDField(required=False, widget=forms.HiddenInput)
     at = forms.CharField(strip=False, widget=forms.HiddenInput)
@@ -76,15 +86,26 @@ def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) ->
     if in_outer_transaction(using):
         if not interventions.hand_back(key.pk, sent["seen"], **what):
             return messages.WARNING, TOO_LATE, ""
-        text = _("The key was handed back to the completer: it cannot run here, in a transaction of a middleware.")
+        text = _(
+            "The key was handed back to the completer: it cannot run here, in a transaction of a"
+            " middleware."
+        )
         return messages.WARNING, text, "Handed back to the completer."
     match interventions.complete_now(key.pk, sent["seen"], **what):
         case None:
             return messages.WARNING, TOO_LATE, ""
         case "finished":
-            return messages.SUCCESS, _("The request was completed: its response is stored."), "Completed."
+            return (
+                messages.SUCCESS,
+                _("The request was completed: its response is stored."),
+                "Completed.",
+            )
         case "stuck":
-            return messages.ERROR, _("The request was run, and is stuck again: see the reason."), "Run; it is stuck again."
+            return (
+                messages.ERROR,
+                _("The request was run, and is stuck again: see the reason."),
+                "Run; it is stuck again.",
+            )
         case "failed":
             text = _("The request was not finished: see its last error. The completer tries again.")
             return messages.ERROR, text, "Not finished."
@@ -93,28 +114,51 @@ def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) ->
 
 
 def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.release_lock(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
+    if not interventions.release_lock(
+        key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using
+    ):
         return messages.WARNING, TOO_LATE, ""
-    return messages.SUCCESS, _("The lock is released: the run that held it can commit nothing any more."), "Released the lock."
+    return (
+        messages.SUCCESS,
+        _("The lock is released: the run that held it can commit nothing any more."),
+        "Released the lock.",
+    )
 
 
 def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
     response = sent["response"]
     seen = {"at": sent["at"], "calls": sent["calls"]}
     try:
-        if not interventions.answer(key.pk, sent["seen"], response, by=by, note=sent["note"], using=using, **seen):
+        if not interventions.answer(
+            key.pk, sent["seen"], response, by=by, note=sent["note"], using=using, **seen
+        ):
             return messages.WARNING, TOO_LATE, ""
     except NotReplicated:
-        text = gettext("The answer is stored, but no standby has confirmed it. Until one does, retries of the client get 503.")
-        return messages.WARNING, text, f"Answered with status {response.status_code}, not confirmed by a standby."
+        text = gettext(
+            "The answer is stored, but no standby has confirmed it. Until one does, retries of the"
+            " client get 503."
+        )
+        return (
+            messages.WARNING,
+            text,
+            f"Answered with status {response.status_code}, not confirmed by a standby.",
+        )
     text = gettext("Answered with status %(status)s. Each retry of the client gets this response.")
-    return messages.SUCCESS, text % {"status": response.status_code}, f"Answered with status {response.status_code}."
+    return (
+        messages.SUCCESS,
+        text % {"status": response.status_code},
+        f"Answered with status {response.status_code}.",
+    )
 
 
 def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.acknowledge(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
+    if not interventions.acknowledge(
+        key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using
+    ):
         return messages.WARNING, TOO_LATE, ""
-    text = _("The key is off the list of stuck keys. It still has no response, and it is not deleted.")
+    text = _(
+        "The key is off the list of stuck keys. It still has no response, and it is not deleted."
+    )
     return messages.SUCCESS, text, "Acknowledged."
 
 
@@ -125,9 +169,9 @@ BUTTONS = {
         explanation=format_lazy(
             "{} {}",
             _(
-                "This process runs the view now, from the recovery point of the key, as the user who sent the request. "
-                "Completed work is not repeated. If the run fails, the completer retries the request, and its attempts are "
-                "counted from zero again."
+                "This process runs the view now, from the recovery point of the key, as the user"
+                " who sent the request. Completed work is not repeated. If the run fails, the"
+                " completer retries the request, and its attempts are counted from zero again."
             ),
             LAST_CALL,
         ),
@@ -141,10 +185,10 @@ BUTTONS = {
         label=_("Answer"),
         permission="answer_idempotencykey",
         explanation=_(
-            "The request is then finished, and each retry of its client gets the response that you write here. Nothing is "
-            "undone: if you answer with an error, then undo the work that the request has begun, here and at downstream "
-            "services. "
-            "Do this after the answer, because until then a retry may continue the work."
+            "The request is then finished, and each retry of its client gets the response that you"
+            " write here. Nothing is undone: if you answer with an error, then undo the work that"
+            " the request has begun, here and at downstream services. Do this after the answer,"
+            " because until then a retry may continue the work."
         ),
         possible=lambda key: key.state not in (KeyState.IN_FLIGHT, KeyState.FINISHED),
         press=_answer,
@@ -154,8 +198,8 @@ BUTTONS = {
         label=_("Acknowledge"),
         permission="acknowledge_idempotencykey",
         explanation=_(
-            "The key leaves the list of stuck keys. Nothing else changes: it has no response, a retry of its client is treated "
-            "as before, and it is kept while it is stuck."
+            "The key leaves the list of stuck keys. Nothing else changes: it has no response, a"
+            " retry of its client is treated as before, and it is kept while it is stuck."
         ),
         possible=lambda key: key.state == KeyState.STUCK,
         press=_acknowledge,
@@ -164,9 +208,9 @@ BUTTONS = {
         label=_("Release the lock"),
         permission="release_idempotencykey",
         explanation=_(
-            "For a run that is known to be dead, or to hang. The run can commit nothing any more. The next retry of the "
-            "client, or the completer, continues from the recovery point. If the run is calling a downstream service, that "
-            "call is not stopped."
+            "For a run that is known to be dead, or to hang. The run can commit nothing any more."
+            " The next retry of the client, or the completer, continues from the recovery point. If"
+            " the run is calling a downstream service, that call is not stopped."
         ),
         possible=lambda key: key.state == KeyState.IN_FLIGHT,
         press=_release,
@@ -175,14 +219,23 @@ BUTTONS = {
 
 
 def looked_at(key: IdempotencyKey, using: str) -> dict[str, str]:
-    """Return the data of the key that the page shows and that must not have changed when a button is pressed. The link of the
-    button contains it."""
-    return {"seen": str(key.claim_token or ""), "at": key.recovery_point, "calls": interventions.calls_of(key.pk, using=using)}
+    """Return the data of the key that the page shows and that must not have changed when a button
+    is pressed. The link of the button contains it."""
+    return {
+        "seen": str(key.claim_token or ""),
+        "at": key.recovery_point,
+        "calls": interventions.calls_of(key.pk, using=using),
+    }
 
 
 def offered(key: IdempotencyKey, may: Callable[[str], bool]) -> dict[str, Button]:
-    """Return the buttons that are possible in the state of the key and that the person may press."""
-    return {name: button for name, button in BUTTONS.items() if button.possible(key) and may(button.permission)}
+    """Return the buttons that are possible in the state of the key and that the person may
+    press."""
+    return {
+        name: button
+        for name, button in BUTTONS.items()
+        if button.possible(key) and may(button.permission)
+    }
 
 
 def username(request: HttpRequest) -> str:

@@ -1,4 +1,5 @@
-"""The answer to a key: the form fields, their checks, the preview, and a template from the response of an earlier key."""
+"""The answer to a key: the form fields, their checks, the preview, and a template from the response
+of an earlier key."""
 
 import hashlib
 import json
@@ -20,7 +21,10 @@ from idempotency.models import IdempotencyKey
 #: The number of newest keys that are searched for a template.
 MAX_SEARCHED = 1000
 _TYPES = {"json": "application/json", "text": "text/plain; charset=utf-8"}
-_STATUS_HELP = _("A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at fault.")
+_STATUS_HELP = _(
+    "A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at"
+    " fault."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,20 @@ class Preview:
 
 
 class AnswerFields(forms.Form):
-    """The fields of the response that each retry of the client gets. The person confirms a preview before it is stored."""
+    """The fields of the response that each retry of the client gets. The person confirms a preview
+    before it is stored."""
 
     status = forms.IntegerField(
-        label=_("Status"), initial=409, help_text=_STATUS_HELP, widget=forms.NumberInput(attrs={"min": 100, "max": 599})
+        label=_("Status"),
+        initial=409,
+        help_text=_STATUS_HELP,
+        widget=forms.NumberInput(attrs={"min": 100, "max": 599}),
     )
     kind = forms.ChoiceField(
-        choices=[("json", "JSON"), ("text", _("plain text"))], initial="json", label=_("Body is"), widget=forms.RadioSelect
+        choices=[("json", "JSON"), ("text", _("plain text"))],
+        initial="json",
+        label=_("Body is"),
+        widget=forms.RadioSelect,
     )
     body = forms.CharField(
         label=_("Body"),
@@ -56,8 +67,8 @@ class AnswerFields(forms.Form):
         return body.replace("\r\n", "\n")
 
     def clean(self) -> dict[str, Any]:
-        """Build the response. Reject a status that is out of range, invalid JSON, and a response that ``interventions.answer``
-        rejects."""
+        """Build the response. Reject a status that is out of range, invalid JSON, and a response
+        that ``interventions.answer`` rejects."""
         cleaned: dict[str, Any] = super().clean() or {}
         if not {"status", "kind", "body"} <= cleaned.keys():
             return cleaned
@@ -66,10 +77,15 @@ class AnswerFields(forms.Form):
             return cleaned
         body = cleaned["body"]
         if body and cleaned["kind"] == "json" and (mistake := json_mistake(body)):
-            self.add_error("body", gettext("%(mistake)s Correct it, or choose plain text.") % {"mistake": mistake})
+            self.add_error(
+                "body",
+                gettext("%(mistake)s Correct it, or choose plain text.") % {"mistake": mistake},
+            )
             return cleaned
         content_type = _TYPES[cleaned["kind"] if body else "text"]
-        cleaned["response"] = response = HttpResponse(body, status=cleaned["status"], content_type=content_type)
+        cleaned["response"] = response = HttpResponse(
+            body, status=cleaned["status"], content_type=content_type
+        )
         if problem := interventions.answer_problem(response):
             self.add_error(None, problem)
         return cleaned
@@ -79,20 +95,23 @@ class AnswerFields(forms.Form):
         return self.data.get("step") != "store" or self.data.get("previewed") != self.digest()
 
     def preview(self, template: IdempotencyKey | None = None) -> Preview | None:
-        """Return the preview; None if the form is not sent or not valid, or if the person wants to edit the response."""
+        """Return the preview; None if the form is not sent or not valid, or if the person wants to
+        edit the response."""
         if not self.is_bound or not self.is_valid() or self.data.get("step") == "edit":
             return None
         return _preview(self.cleaned_data["response"], self.cleaned_data["kind"], template)
 
     def digest(self) -> str:
-        """Return a hash of the status, content type and body. It ensures that only a previewed response is stored."""
+        """Return a hash of the status, content type and body. It ensures that only a previewed
+        response is stored."""
         response = self.cleaned_data["response"]
         told = json.dumps([response.status_code, response["Content-Type"]]).encode()
         return hashlib.sha256(told + response.content).hexdigest()
 
 
 def json_mistake(text: str) -> str:
-    """Return why ``text`` is not JSON, with the line and column if they are known; an empty string for valid JSON."""
+    """Return why ``text`` is not JSON, with the line and column if they are known; an empty string
+    for valid JSON."""
     try:
         json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -111,7 +130,11 @@ def _no_constant(name: str) -> None:
 
 def _preview(response: HttpResponse, kind: str, template: IdempotencyKey | None) -> Preview:
     stored = responses.stored_parts(response)
-    parts = {"response_code": stored.code, "response_headers": stored.headers, "response_body": stored.body}
+    parts = {
+        "response_code": stored.code,
+        "response_headers": stored.headers,
+        "response_body": stored.body,
+    }
     replay = responses.stored_response(IdempotencyKey(**parts))
     replay[conf.get().REPLAYED_HEADER] = "true"
     text, notes = response.content.decode(), []
@@ -120,7 +143,9 @@ def _preview(response: HttpResponse, kind: str, template: IdempotencyKey | None)
     elif kind == "text" and not json_mistake(text):
         notes.append(gettext("The body is valid JSON, and is sent as plain text."))
     if template is not None and text and _same(text, bytes(template.response_body or b"").decode()):
-        note = gettext("The body is that of key #%(key)s, unchanged. Are its values right for this request?")
+        note = gettext(
+            "The body is that of key #%(key)s, unchanged. Are its values right for this request?"
+        )
         notes.append(note % {"key": template.pk})
     return Preview(f"{stored.code} {replay.reason_phrase}", list(replay.items()), text, notes)
 
@@ -133,32 +158,46 @@ def _same(one: str, other: str) -> bool:
 
 
 def template_for(key: IdempotencyKey, keys: QuerySet[Any]) -> IdempotencyKey | None:
-    """Return the newest of ``keys`` with the method and path of ``key`` and a stored 2xx, among the newest MAX_SEARCHED keys of
-    the database.
+    """Return the newest of ``keys`` with the method and path of ``key`` and a stored 2xx, among the
+    newest MAX_SEARCHED keys of the database.
 
-    Return None if there is no such key, or if the form cannot hold its response. Return None also if the path has no protected
-    view, or if the view stores no body, because a response may quote it.
+    Return None if there is no such key, or if the form cannot hold its response. Return None also
+    if the path has no protected view, or if the view stores no body, because a response may quote
+    it.
     """
     options = options_for(key)
     if options is None or not options.store_body:
         return None
     path = key.request_path.partition("?")[0]
-    recent = IdempotencyKey.objects.using(keys.db).order_by("-created_at").values("pk")[:MAX_SEARCHED]
-    alike = keys.filter(pk__in=recent, request_method=key.request_method, response_code__range=(200, 299))
+    recent = (
+        IdempotencyKey.objects.using(keys.db).order_by("-created_at").values("pk")[:MAX_SEARCHED]
+    )
+    alike = keys.filter(
+        pk__in=recent, request_method=key.request_method, response_code__range=(200, 299)
+    )
     found = alike.filter(request_path=path) | alike.filter(request_path__startswith=f"{path}?")
-    template = found.only("response_code", "response_headers", "response_body").order_by("-created_at").first()
+    template = (
+        found.only("response_code", "response_headers", "response_body")
+        .order_by("-created_at")
+        .first()
+    )
     return template if template is not None and filled_in(template) else None
 
 
 def filled_in(template: IdempotencyKey) -> dict[str, Any]:
-    """Return the initial values that repeat the response of ``template``; empty if the form cannot hold this response."""
+    """Return the initial values that repeat the response of ``template``; empty if the form cannot
+    hold this response."""
     kind = {"application/json": "json", "text/plain": "text"}.get(_content_type(template))
     body = bytes(template.response_body or b"")
     if kind is None or template.response_body is None or len(body) > MAX_SHOWN_CHARACTERS:
         return {}
     try:
         text = body.decode()
-        return {"status": template.response_code, "kind": kind, "body": pretty(json.loads(text)) if kind == "json" else text}
+        return {
+            "status": template.response_code,
+            "kind": kind,
+            "body": pretty(json.loads(text)) if kind == "json" else text,
+        }
     except (ValueError, RecursionError):
         return {}
 

@@ -1,4 +1,5 @@
-"""The rows that belong to a key, with their states: rows of other apps, staged jobs with their messages, and calls."""
+"""The rows that belong to a key, with their states: rows of other apps, staged jobs with their
+messages, and calls."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -31,7 +32,8 @@ NOT_VISIBLE = gettext_noop("(not visible to you)")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: its name, the URL of its page, its state, and whether it requires manual intervention."""
+    """A row: its name, the URL of its page, its state, and whether it requires manual
+    intervention."""
 
     name: str
     url: str
@@ -49,15 +51,21 @@ class Linked:
 
 
 def belongings(key: Any, site: AdminSite, request: HttpRequest, *, using: str) -> list[Linked]:
-    """Return the rows that belong to ``key``, at most MAX_LINKED of each kind. Rows of a model that the person may not view
-    have no details. The key must have been read with ``read_at``."""
-    kinds = [*_of_other_apps(key, site, request, using), _jobs(key, site, request, using), _calls(key, site, request, using)]
+    """Return the rows that belong to ``key``, at most MAX_LINKED of each kind. Rows of a model that
+    the person may not view have no details. The key must have been read with ``read_at``."""
+    kinds = [
+        *_of_other_apps(key, site, request, using),
+        _jobs(key, site, request, using),
+        _calls(key, site, request, using),
+    ]
     return [kind for kind in kinds if kind.rows]
 
 
-def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, using: str) -> Iterator[Linked]:
-    """Yield the rows of other apps' models with a foreign key to ``key``. This takes one query for each model,
-    and one more for the columns if the person may view the rows."""
+def _of_other_apps(
+    key: IdempotencyKey, site: AdminSite, request: HttpRequest, using: str
+) -> Iterator[Linked]:
+    """Yield the rows of other apps' models with a foreign key to ``key``. This takes one query for
+    each model, and one more for the columns if the person may view the rows."""
     for model, foreign_key, rows_at in linked_models(using):
         if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
             continue  # Without an index, the query would read the whole table.
@@ -67,41 +75,67 @@ def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, u
         pks = list(found.values_list("pk", flat=True)[: MAX_LINKED + 1])
         shown = pks[:MAX_LINKED]
         urls = {pk: admin_url(site, request, model, pk) for pk in shown}
-        states = _columns(site._registry[model], request, shown, foreign_key.name, rows_at) if any(urls.values()) else {}
+        states = (
+            _columns(site._registry[model], request, shown, foreign_key.name, rows_at)
+            if any(urls.values())
+            else {}
+        )
         rows = [Row(str(pk), url, states.get(pk, "")) for pk, url in urls.items()]
         yield Linked(str(model._meta.verbose_name), rows, more=len(pks) > MAX_LINKED)
 
 
 def linked_models(using: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield each model of other apps with a foreign key to ``IdempotencyKey``, the field, and the database of the rows that
-    belong to the keys in the database ``using``."""
+    """Yield each model of other apps with a foreign key to ``IdempotencyKey``, the field, and the
+    database of the rows that belong to the keys in the database ``using``."""
     elsewhere = fields_elsewhere(using)
     for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
         model: Any = relation.related_model
-        if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, DownstreamCall):
+        if (
+            (relation.one_to_many or relation.one_to_one)
+            and not relation.concrete
+            and model not in (StagedJob, DownstreamCall)
+        ):
             field = relation.field  # type: ignore[union-attr]
             yield model, field, router.db_for_read(model) if field in elsewhere else using
 
 
-def _columns(row_admin: Any, request: HttpRequest, pks: Collection[Any], link: str, using: str) -> dict[Any, str]:
-    """Return the columns of the model's list for these rows, as one text for each. Rows that ``get_queryset`` hides are left
-    out."""
-    known = {"__str__", "pk", row_admin.model._meta.pk.name, link, "key_state"}  # key_state: see contrib.admin
-    names = [name for name in row_admin.get_list_display(request) if name not in known][:MAX_COLUMNS]
-    related = [name.name for name in row_admin.model._meta.fields if isinstance(name, ForeignKey) and name.name in names]
+def _columns(
+    row_admin: Any, request: HttpRequest, pks: Collection[Any], link: str, using: str
+) -> dict[Any, str]:
+    """Return the columns of the model's list for these rows, as one text for each. Rows that
+    ``get_queryset`` hides are left out."""
+    # key_state: see contrib.admin
+    known = {"__str__", "pk", row_admin.model._meta.pk.name, link, "key_state"}
+    names = [name for name in row_admin.get_list_display(request) if name not in known][
+        :MAX_COLUMNS
+    ]
+    related = [
+        name.name
+        for name in row_admin.model._meta.fields
+        if isinstance(name, ForeignKey) and name.name in names
+    ]
     rows = row_admin.get_queryset(request).using(using).filter(pk__in=pks)
     rows = rows.select_related(*related) if related else rows
-    return {row.pk: ", ".join(filter(None, (_column(name, row, row_admin) for name in names))) for row in rows}
+    return {
+        row.pk: ", ".join(filter(None, (_column(name, row, row_admin) for name in names)))
+        for row in rows
+    }
 
 
 def _column(name: Any, row: Any, row_admin: Any) -> str:
-    """Return the value of a column with its label; "" if the value is empty or cannot be computed."""
+    """Return the value of a column with its label; "" if the value is empty or cannot be
+    computed."""
     try:
         _, _, value = lookup_field(name, row, row_admin)
     except Error:
         raise
-    except Exception as error:  # A method of another app may need attributes that only its own list sets.
-        logger.info("a column of %s cannot be shown with a key: %s", type(row_admin).__name__, error_text(error))
+    except Exception as error:
+        # A method of another app may need attributes that only its own list sets.
+        logger.info(
+            "a column of %s cannot be shown with a key: %s",
+            type(row_admin).__name__,
+            error_text(error),
+        )
         return ""
     if value is None or value == "":
         return ""
@@ -111,19 +145,31 @@ def _column(name: Any, row: Any, row_admin: Any) -> str:
 
 def _jobs(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
     every, visible = _rows_of(StagedJob, site, request)
-    jobs = list(every.using(using).filter(idempotency_key=key.pk).order_by("run_at")[: MAX_LINKED + 1])
-    messages = ProcessedMessage.objects.using(using).filter(source=STAGED_JOBS, message_id__in=[str(job.pk) for job in jobs])
+    jobs = list(
+        every.using(using).filter(idempotency_key=key.pk).order_by("run_at")[: MAX_LINKED + 1]
+    )
+    messages = ProcessedMessage.objects.using(using).filter(
+        source=STAGED_JOBS, message_id__in=[str(job.pk) for job in jobs]
+    )
     processed = {message.message_id: message.processed_at for message in messages} if jobs else {}
     rows = []
     for job in jobs[:MAX_LINKED]:
         error = first_line_of(job.last_error) if visible else gettext(NOT_VISIBLE)
         state = _state_of_job(job, error, processed.get(str(job.pk)), key.read_at)
-        rows.append(Row(job.job_name, admin_url(site, request, StagedJob, job.pk), state, job.failed_at is not None))
+        rows.append(
+            Row(
+                job.job_name,
+                admin_url(site, request, StagedJob, job.pk),
+                state,
+                job.failed_at is not None,
+            )
+        )
     return Linked(gettext("staged job"), rows, more=len(jobs) > MAX_LINKED)
 
 
 def _rows_of(model: Any, site: AdminSite, request: HttpRequest) -> tuple[Any, bool]:
-    """Return the rows of a model that the person may view, and true; without the permission, all rows, and false."""
+    """Return the rows of a model that the person may view, and true; without the permission, all
+    rows, and false."""
     rows = viewable(site, request, model)
     return (model.objects.all(), False) if rows is None else (rows, True)
 
@@ -132,15 +178,22 @@ def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now
     if processed_at is not None:
         return gettext("took effect at %(time)s") % {"time": written(processed_at)}
     if job.failed_at is not None:
-        return gettext("failed %(ago)s: %(error)s") % {"ago": _ago(job.failed_at, now), "error": error}
+        return gettext("failed %(ago)s: %(error)s") % {
+            "ago": _ago(job.failed_at, now),
+            "error": error,
+        }
     if not job.hand_overs and job.run_at > now:
-        return gettext("due in %(duration)s") % {"duration": duration((job.run_at - now).total_seconds())}
+        return gettext("due in %(duration)s") % {
+            "duration": duration((job.run_at - now).total_seconds())
+        }
     state = gettext("handed over, no effect yet")
     if not job.hand_overs:
         state = gettext("waiting, due %(ago)s") % {"ago": _ago(job.run_at, now)}
     if not job.refusals:
         return state
-    refused = ngettext("refused %(count)s time: %(error)s", "refused %(count)s times: %(error)s", job.refusals)
+    refused = ngettext(
+        "refused %(count)s time: %(error)s", "refused %(count)s times: %(error)s", job.refusals
+    )
     return f"{state}, {refused % {'count': job.refusals, 'error': error}}"
 
 
@@ -151,9 +204,15 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
     for call in calls[:MAX_LINKED]:
         result = first_line_of(str(call.result)) if visible else gettext(NOT_VISIBLE)
         unknown = call.recorded_at is None
-        text = gettext("begun %(ago)s, result unknown") if unknown else gettext("begun %(ago)s, result %(result)s")
+        text = (
+            gettext("begun %(ago)s, result unknown")
+            if unknown
+            else gettext("begun %(ago)s, result %(result)s")
+        )
         state = text % {"ago": _ago(call.started_at, key.read_at), "result": result}
-        rows.append(Row(call.name, admin_url(site, request, DownstreamCall, call.pk), state, unknown))
+        rows.append(
+            Row(call.name, admin_url(site, request, DownstreamCall, call.pk), state, unknown)
+        )
     return Linked(gettext("downstream call"), rows, more=len(calls) > MAX_LINKED)
 
 

@@ -1,8 +1,10 @@
-"""Actions on all matching rows, in chunks: the definition of an action, and the progress of its work.
+"""Actions on all matching rows, in chunks: the definition of an action, and the progress of its
+work.
 
-A chunk is bounded in rows and in time, and an intervention changes a row only if nothing else has changed it since it was
-read. If a person closes the page, completed changes are kept. If two people act at once, each row is changed and counted once.
-Rows are read in the order of an indexed column, so that the cost of a chunk does not depend on the number of rows.
+A chunk is bounded in rows and in time, and an intervention changes a row only if nothing else has
+changed it since it was read. If a person closes the page, completed changes are kept. If two people
+act at once, each row is changed and counted once. Rows are read in the order of an indexed column,
+so that the cost of a chunk does not depend on the number of rows.
 """
 
 from collections.abc import Iterable
@@ -21,14 +23,16 @@ from django.utils.translation import gettext, gettext_noop
 #: A chunk ends at the first of these limits. The time is far below the timeout of any web server.
 CHUNK_ROWS = 500
 CHUNK_SECONDS = 3.0
-#: The reasons why a row is not changed. The work contains them in English, and pages translate them.
+#: The reasons why a row is not changed. The work contains them in English, and pages translate
+#: them.
 RUNNING, FINISHED = gettext_noop("running now"), gettext_noop("finished")
 CHANGED = gettext_noop("changed after the confirmation was shown")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that the confirmation describes together: their label, and the meaning of the action for them."""
+    """Rows that the confirmation describes together: their label, and the meaning of the action for
+    them."""
 
     label: str
     meaning: str
@@ -42,8 +46,8 @@ class BulkAction:
     label: ClassVar[str | Promise]
     permission: ClassVar[str]
     explanation: ClassVar[str | Promise]
-    #: ``done`` is the message about the changed rows, with their count. ``logged`` is the English text of the entry in the
-    #: admin log for each row, ``flag`` the kind of this entry.
+    #: ``done`` is the message about the changed rows, with their count. ``logged`` is the English
+    #: text of the entry in the admin log for each row, ``flag`` the kind of this entry.
     done: ClassVar[Any]
     logged: ClassVar[str]
     flag: ClassVar[int] = CHANGE
@@ -63,24 +67,27 @@ class BulkAction:
         raise NotImplementedError
 
     def why_not(self, row: Any) -> str:
-        """Return why the action does not change ``row``, in English; an empty string if it changes the row."""
+        """Return why the action does not change ``row``, in English; an empty string if it changes
+        the row."""
         return ""
 
     def changed_at(self, row: Any) -> Iterable[datetime | None]:
-        """Return the times of the last changes of ``row``. If one is later than the confirmation, the row is skipped."""
+        """Return the times of the last changes of ``row``. If one is later than the confirmation,
+        the row is skipped."""
         raise NotImplementedError
 
     def act(self, row: Any, *, by: str, note: str) -> str:
-        """Change ``row`` if it has not changed since it was read. Return an empty string, or the reason why it was not
-        changed."""
+        """Change ``row`` if it has not changed since it was read. Return an empty string, or the
+        reason why it was not changed."""
         raise NotImplementedError
 
 
 @dataclass(slots=True)
 class Work:
-    """The time of a confirmation, and the progress of its work. ``expected`` is the number of counted rows; ``more`` is true
-    if not all matching rows were counted. The next chunk begins behind the row ``after``. The work ends with the last
-    counted row, ``until``, which is None if ``more`` is true. Both rows are given as a place and a pk."""
+    """The time of a confirmation, and the progress of its work. ``expected`` is the number of
+    counted rows; ``more`` is true if not all matching rows were counted. The next chunk begins
+    behind the row ``after``. The work ends with the last counted row, ``until``, which is None if
+    ``more`` is true. Both rows are given as a place and a pk."""
 
     as_of: str
     expected: int
@@ -106,41 +113,64 @@ class Work:
 
     @classmethod
     def of(cls, text: str, action: BulkAction) -> "Work":
-        """Return the work from a text that ``signed`` returned for this action. Raises BadSignature for any other text."""
+        """Return the work from a text that ``signed`` returned for this action. Raises BadSignature
+        for any other text."""
         return cls(**signing.loads(text, salt=f"{__name__}.{action.name}"))
 
     def report(self, action: BulkAction) -> str:
-        """Return the final message: the number of changed rows, and the numbers of unchanged rows by reason. Counted rows
-        that no longer match are included."""
+        """Return the final message: the number of changed rows, and the numbers of unchanged rows
+        by reason. Counted rows that no longer match are included."""
         gone = 0 if self.more else self.expected - self.visited
-        return self.progress(action, {gettext_noop("no longer matched when the action reached them"): gone})
+        return self.progress(
+            action, {gettext_noop("no longer matched when the action reached them"): gone}
+        )
 
     def progress(self, action: BulkAction, missing: dict[str, int] | None = None) -> str:
-        """Return the number of changed rows, and the numbers of unchanged rows by reason, with those of ``missing``."""
+        """Return the number of changed rows, and the numbers of unchanged rows by reason, with
+        those of ``missing``."""
         reasons = self.left | (missing or {})
         left = [f"{count} {gettext(reason)}" for reason, count in reasons.items() if count > 0]
         done = str(action.done % {"count": self.done})
-        return f"{done} {gettext('Not changed: %(reasons)s.') % {'reasons': '; '.join(left)}}" if left else done
+        return (
+            f"{done} {gettext('Not changed: %(reasons)s.') % {'reasons': '; '.join(left)}}"
+            if left
+            else done
+        )
 
 
 def in_order(action: BulkAction, rows: QuerySet[Any], work: Work | None = None) -> QuerySet[Any]:
-    """Return the rows that the action concerns, in its order; with ``work``, only the remaining rows of that work."""
-    # The place is the time as the database writes it: SQLite compares texts, and Django would write a longer text.
+    """Return the rows that the action concerns, in its order; with ``work``, only the remaining
+    rows of that work."""
+    # The place is the time as the database writes it: SQLite compares texts, and Django would write
+    # a longer text.
     place = Cast(action.column, TextField())
-    following: QuerySet[Any] = action.concerned(rows).annotate(place=place).order_by(action.column, "pk")
-    for border, inner, outer in ((work.until, "lte", "gt"), (work.after, "gte", "lte")) if work else ():
+    following: QuerySet[Any] = (
+        action.concerned(rows).annotate(place=place).order_by(action.column, "pk")
+    )
+    for border, inner, outer in (
+        ((work.until, "lte", "gt"), (work.after, "gte", "lte")) if work else ()
+    ):
         if border is not None:
             at, pk = Value(border[0], output_field=TextField()), border[1]
-            following = following.filter(**{f"{action.column}__{inner}": at}).exclude(**{action.column: at, f"pk__{outer}": pk})
+            following = following.filter(**{f"{action.column}__{inner}": at}).exclude(
+                **{action.column: at, f"pk__{outer}": pk}
+            )
     return following
 
 
-def work_on(action: BulkAction, rows: QuerySet[Any], work: Work, changed: list[Any], *, by: str, note: str) -> bool:
-    """Process the next chunk, and append the changed rows to ``changed``; return whether no row is left."""
+def work_on(
+    action: BulkAction, rows: QuerySet[Any], work: Work, changed: list[Any], *, by: str, note: str
+) -> bool:
+    """Process the next chunk, and append the changed rows to ``changed``; return whether no row is
+    left."""
     begun = monotonic()
     following, visited = list(in_order(action, rows, work)[: CHUNK_ROWS + 1]), work.visited
     for row in following[:CHUNK_ROWS]:
-        if reason := action.why_not(row) or _changed(action, row, work) or action.act(row, by=by, note=note):
+        if (
+            reason := action.why_not(row)
+            or _changed(action, row, work)
+            or action.act(row, by=by, note=note)
+        ):
             work.left[reason] = work.left.get(reason, 0) + 1
         else:
             work.done += 1
@@ -153,4 +183,8 @@ def work_on(action: BulkAction, rows: QuerySet[Any], work: Work, changed: list[A
 
 def _changed(action: BulkAction, row: Any, work: Work) -> str:
     as_of = work.read_at
-    return CHANGED if as_of is None or any(at is not None and at > as_of for at in action.changed_at(row)) else ""
+    return (
+        CHANGED
+        if as_of is None or any(at is not None and at > as_of for at in action.changed_at(row))
+        else ""
+    )

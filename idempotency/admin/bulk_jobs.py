@@ -34,7 +34,10 @@ class Retry(_OfJobs):
     """Make failed jobs due again."""
 
     name, label, permission = "retry", _("Retry: hand failed jobs over again"), "retry_stagedjob"
-    explanation = _("The enqueuer hands these jobs over again in its next pass, with a new count of hand-overs and refusals.")
+    explanation = _(
+        "The enqueuer hands these jobs over again in its next pass, with a new count of hand-overs"
+        " and refusals."
+    )
     done = ngettext_lazy("%(count)s job is due again.", "%(count)s jobs are due again.", "count")
     logged = "Made due again."
 
@@ -47,7 +50,10 @@ class Discard(_OfJobs):
     """Delete failed jobs, so that they never run."""
 
     name, label, permission = "discard", _("Discard failed jobs for good"), "discard_stagedjob"
-    explanation = _("These jobs are deleted. They never run, even if a queue still has a message for one of them.")
+    explanation = _(
+        "These jobs are deleted. They never run, even if a queue still has a message for one of"
+        " them."
+    )
     done = ngettext_lazy("%(count)s job was discarded.", "%(count)s jobs were discarded.", "count")
     logged, flag = "Discarded.", DELETION
 

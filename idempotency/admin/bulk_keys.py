@@ -36,7 +36,9 @@ class _OfKeys(BulkAction):
 
     def act(self, row: Any, *, by: str, note: str) -> str:
         using = router.db_for_write(IdempotencyKey, instance=row)
-        if type(self).intervene(row.pk, row.claim_token, by=by, at=row.recovery_point, note=note, using=using):
+        if type(self).intervene(
+            row.pk, row.claim_token, by=by, at=row.recovery_point, note=note, using=using
+        ):
             return ""
         keys: Any = IdempotencyKey.objects.using(using).filter(pk=row.pk)
         now = keys.with_state().values_list("state", flat=True).first()
@@ -57,17 +59,23 @@ class _OfKeys(BulkAction):
 class HandBack(_OfKeys):
     """Hand unfinished keys back to the completer."""
 
-    name, label, permission = "hand_back", _("Hand back to the completer"), "complete_idempotencykey"
+    name, label, permission = (
+        "hand_back",
+        _("Hand back to the completer"),
+        "complete_idempotencykey",
+    )
     explanation = format_lazy(
         "{} {}",
         _(
-            "The completer runs these requests, each from its recovery point and as the user who sent it. Their attempts are "
-            "counted from zero again."
+            "The completer runs these requests, each from its recovery point and as the user who"
+            " sent it. Their attempts are counted from zero again."
         ),
         LAST_CALL,
     )
     done = ngettext_lazy(
-        "%(count)s key was handed back to the completer.", "%(count)s keys were handed back to the completer.", "count"
+        "%(count)s key was handed back to the completer.",
+        "%(count)s keys were handed back to the completer.",
+        "count",
     )
     logged = "Handed back to the completer."
     intervene = staticmethod(interventions.hand_back)
@@ -75,14 +83,22 @@ class HandBack(_OfKeys):
     def why_not(self, row: Any) -> str:
         if row.state == KeyState.IN_FLIGHT:
             return RUNNING
-        return gettext_noop("stuck in on_abandon (answer them instead)") if row.stuck_code == StuckCode.ON_ABANDON else ""
+        return (
+            gettext_noop("stuck in on_abandon (answer them instead)")
+            if row.stuck_code == StuckCode.ON_ABANDON
+            else ""
+        )
 
     def meant(self, label: str, row: Any) -> Group:
         if not row.stuck_code:
             return Group(label, gettext("The completer runs them in its next pass."))
         if (found := STUCK_CODES.get(row.stuck_code)) is None:
             return Group(label, str(_OWN_CODE))
-        instead = gettext("Answer these keys instead of completing them.") if found.needs_an_answer else ""
+        instead = (
+            gettext("Answer these keys instead of completing them.")
+            if found.needs_an_answer
+            else ""
+        )
         return Group(label, f"{instead} {found.cure}".strip(), found.needs_an_answer)
 
 
@@ -91,10 +107,12 @@ class Acknowledge(_OfKeys):
 
     name, label, permission = "acknowledge", _("Acknowledge"), "acknowledge_idempotencykey"
     explanation = _(
-        "These keys leave the list of stuck keys. Nothing else changes: they have no response, a retry of their clients is "
-        "treated as before, and they are kept while they are stuck."
+        "These keys leave the list of stuck keys. Nothing else changes: they have no response, a"
+        " retry of their clients is treated as before, and they are kept while they are stuck."
     )
-    done = ngettext_lazy("%(count)s key was acknowledged.", "%(count)s keys were acknowledged.", "count")
+    done = ngettext_lazy(
+        "%(count)s key was acknowledged.", "%(count)s keys were acknowledged.", "count"
+    )
     logged = "Acknowledged."
     intervene = staticmethod(interventions.acknowledge)
 

@@ -1,7 +1,7 @@
 """The pages of an action on many rows: the confirmation, and the progress after each chunk.
 
-The form of the page contains the signed work. Each POST of the form processes one chunk. A script submits the form; without
-JavaScript the person presses its button.
+The form of the page contains the signed work. Each POST of the form processes one chunk. A script
+submits the form; without JavaScript the person presses its button.
 """
 
 from collections import Counter
@@ -30,7 +30,8 @@ from idempotency.admin.filters import AS_OF
 from idempotency.admin.reading import MAX_COUNT, ReadOnlyAdmin
 from idempotency.admin.refusals import refused
 
-#: The query parameter with the ids of chosen rows. Without it, the action applies to all rows that the filters select.
+#: The query parameter with the ids of chosen rows. Without it, the action applies to all rows that
+#: the filters select.
 IDS = "ids"
 #: The maximum number of single rows that a confirmation shows.
 MAX_SAMPLE = 20
@@ -55,7 +56,8 @@ class BulkForm(forms.Form):
 
 
 class BulkAdmin(ReadOnlyAdmin):
-    """A list with actions. Each action asks for a confirmation, and applies to all matching rows or to the chosen ones."""
+    """A list with actions. Each action asks for a confirmation, and applies to all matching rows or
+    to the chosen ones."""
 
     bulk: ClassVar[tuple[BulkAction, ...]] = ()
     actions = ()
@@ -63,24 +65,39 @@ class BulkAdmin(ReadOnlyAdmin):
     def get_urls(self) -> list[URLPattern]:
         """Add the pages of the actions."""
         name = f"idempotency_{self.opts.model_name}_bulk"
-        return [path("bulk/<slug:name>/", self.admin_site.admin_view(self.bulk_view), name=name), *super().get_urls()]
+        return [
+            path("bulk/<slug:name>/", self.admin_site.admin_view(self.bulk_view), name=name),
+            *super().get_urls(),
+        ]
 
     def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
-        """Return the list's actions that the person may use. Since Django 6.1, the page of a row may have actions."""
+        """Return the list's actions that the person may use. Since Django 6.1, the page of a row
+        may have actions."""
         if action_location is not None and action_location.name != "CHANGE_LIST":
             return {}
         allowed = [action for action in self.bulk if self.holds(request, action.permission)]
-        return {action.name: (partial(_ask, action.name), action.name, f"{action.label} …") for action in allowed}
+        return {
+            action.name: (partial(_ask, action.name), action.name, f"{action.label} …")
+            for action in allowed
+        }
 
-    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Show the list, and name the actions that the person may not use, with the permissions that they require."""
-        return super().changelist_view(request, {"not_offered": self.not_offered(request)} | (extra_context or {}))
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show the list, and name the actions that the person may not use, with the permissions
+        that they require."""
+        return super().changelist_view(
+            request, {"not_offered": self.not_offered(request)} | (extra_context or {})
+        )
 
     def not_offered(self, request: HttpRequest) -> list[tuple[str | Promise, str]]:
-        """Return the labels of the actions that the person may not use, with the permissions that they require."""
+        """Return the labels of the actions that the person may not use, with the permissions that
+        they require."""
         label = self.opts.app_label
         return [
-            (action.label, f"{label}.{action.permission}") for action in self.bulk if not self.holds(request, action.permission)
+            (action.label, f"{label}.{action.permission}")
+            for action in self.bulk
+            if not self.holds(request, action.permission)
         ]
 
     def question_url(self, action: BulkAction, *rows: Any) -> str:
@@ -89,7 +106,8 @@ class BulkAdmin(ReadOnlyAdmin):
         return f"{reverse(f'{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk', args=(action.name,))}?{IDS}={ids}"
 
     def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
-        """Show the confirmation for all rows that match the query. Each confirmed POST processes one chunk of the rows."""
+        """Show the confirmation for all rows that match the query. Each confirmed POST processes
+        one chunk of the rows."""
         action = next((action for action in self.bulk if action.name == name), None)
         if action is None:
             raise Http404
@@ -105,7 +123,12 @@ class BulkAdmin(ReadOnlyAdmin):
             rows = self._matching(request, ids)
         except IncorrectLookupParameters:
             return HttpResponseRedirect(self._list_url())
-        context: dict[str, Any] = {"title": action.label, "opts": self.opts, "action": action, "back": back}
+        context: dict[str, Any] = {
+            "title": action.label,
+            "opts": self.opts,
+            "action": action,
+            "back": back,
+        }
         if confirmed:
             work, note = form.cleaned_data["work"], form.cleaned_data["note"]
             if self._is_last_chunk(request, action, rows, work, note):
@@ -126,21 +149,28 @@ class BulkAdmin(ReadOnlyAdmin):
     # The change of each row commits separately, so that a later error does not undo it.
     bulk_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
 
-    def _is_last_chunk(self, request: HttpRequest, action: BulkAction, rows: QuerySet[Any], work: Work, note: str) -> bool:
+    def _is_last_chunk(
+        self, request: HttpRequest, action: BulkAction, rows: QuerySet[Any], work: Work, note: str
+    ) -> bool:
         changed: list[Any] = []
         try:
             return work_on(action, rows, work, changed, by=username(request), note=note)
         finally:
             if changed:
                 person = cast(int, request.user.pk)
-                LogEntry.objects.log_actions(person, changed, action.flag, noted(action.logged, note))
+                LogEntry.objects.log_actions(
+                    person, changed, action.flag, noted(action.logged, note)
+                )
 
     def _matching(self, request: HttpRequest, ids: str | None) -> QuerySet[Any]:
-        """Return the rows with these ids; without ids, the rows that the filters and the search of the query select."""
+        """Return the rows with these ids; without ids, the rows that the filters and the search of
+        the query select."""
         if ids:
             pk: Any = self.opts.pk
             try:
-                return self.get_queryset(request).filter(pk__in=[pk.clean(one, None) for one in ids.split(",")])
+                return self.get_queryset(request).filter(
+                    pk__in=[pk.clean(one, None) for one in ids.split(",")]
+                )
             except ValidationError as error:
                 raise Http404 from error
         found: QuerySet[Any] = admin.ModelAdmin.get_changelist_instance(self, request).queryset
@@ -160,13 +190,16 @@ class BulkAdmin(ReadOnlyAdmin):
 
 
 def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any) -> HttpResponse:
-    """Redirect from the list to the confirmation, with the filters of the list. The URL also contains the ids of the
-    chosen rows, unless all matching rows were chosen."""
+    """Redirect from the list to the confirmation, with the filters of the list. The URL also
+    contains the ids of the chosen rows, unless all matching rows were chosen."""
     query = request.GET.copy()
     query.pop(PAGE_VAR, None)  # Changed rows may leave the list, so its last pages may disappear.
     if request.POST.get("select_across") != "1":
         query[IDS] = ",".join(request.POST.getlist(ACTION_CHECKBOX_NAME)).replace("-", "")
-    url = reverse(f"{model_admin.admin_site.name}:idempotency_{model_admin.opts.model_name}_bulk", args=(action,))
+    url = reverse(
+        f"{model_admin.admin_site.name}:idempotency_{model_admin.opts.model_name}_bulk",
+        args=(action,),
+    )
     return HttpResponseRedirect(f"{url}?{query.urlencode()}")
 
 

@@ -1,4 +1,5 @@
-"""Line charts as SVG, drawn on the server. The lines differ in their dashes, so a chart is readable without colour."""
+"""Line charts as SVG, drawn on the server. The lines differ in their dashes, so a chart is readable
+without colour."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,9 +32,14 @@ class Line:
         return self.values[-1] if self.values else None
 
 
-def chart(title: str, lines: Sequence[Line], begins: Sequence[datetime], *, unit: str, time_format: str) -> SafeString:
-    """Return a chart as an SVG image with a text alternative. All lines have a value, or None, for each of ``begins``."""
-    top = _rounded_up(max((value for line in lines for value in line.values if value is not None), default=0.0))
+def chart(
+    title: str, lines: Sequence[Line], begins: Sequence[datetime], *, unit: str, time_format: str
+) -> SafeString:
+    """Return a chart as an SVG image with a text alternative. All lines have a value, or None, for
+    each of ``begins``."""
+    top = _rounded_up(
+        max((value for line in lines for value in line.values if value is not None), default=0.0)
+    )
     ticks = [(0, "start"), (len(begins) // 2, "middle"), (len(begins) - 1, "end")]
     return format_html(
         '<svg class="idem-chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}{}{}</svg>',
@@ -42,13 +48,26 @@ def chart(title: str, lines: Sequence[Line], begins: Sequence[datetime], *, unit
         f"{title}: {'; '.join(_in_words(line, unit) for line in lines)}",
         format_html_join(
             "",
-            '<line x1="{}" x2="{}" y1="{}" y2="{}" class="idem-grid"/><text x="{}" y="{}" text-anchor="end">{}</text>',
-            [(_LEFT, WIDTH, y, y, _LEFT - 6, y + 4, number(value)) for value in (0.0, top / 2, top) for y in [_y(value, top)]],
+            '<line x1="{}" x2="{}" y1="{}" y2="{}" class="idem-grid"/><text x="{}" y="{}"'
+            ' text-anchor="end">{}</text>',
+            [
+                (_LEFT, WIDTH, y, y, _LEFT - 6, y + 4, number(value))
+                for value in (0.0, top / 2, top)
+                for y in [_y(value, top)]
+            ],
         ),
         format_html_join(
             "",
             '<text x="{}" y="{}" text-anchor="{}">{}</text>',
-            [(_x(place, len(begins)), HEIGHT - 3, anchor, date_format(begins[place], time_format)) for place, anchor in ticks],
+            [
+                (
+                    _x(place, len(begins)),
+                    HEIGHT - 3,
+                    anchor,
+                    date_format(begins[place], time_format),
+                )
+                for place, anchor in ticks
+            ],
         ),
         format_html_join(
             "",
@@ -98,7 +117,8 @@ def _y(value: float, top: float) -> float:
 
 
 def _rounded_up(value: float) -> float:
-    """Return ``value``, rounded up to 1, 2 or 5 times a power of ten, and at least 0.001; 1 for 0."""
+    """Return ``value``, rounded up to 1, 2 or 5 times a power of ten, and at least 0.001; 1 for
+    0."""
     size = 0.001
     while size < value:
         for factor in (2, 5, 10):

@@ -1,4 +1,5 @@
-"""Copies of a key for use outside the admin: the request as a curl command, and the whole key as JSON."""
+"""Copies of a key for use outside the admin: the request as a curl command, and the whole key as
+JSON."""
 
 import shlex
 from typing import Any
@@ -16,29 +17,42 @@ from idempotency.admin.history import history_of
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS
 from idempotency.models import IdempotencyKey
 
-#: Columns that are never copied: downstream keys are derived from the seed, and the token allows updates of the key.
+#: Columns that are never copied: downstream keys are derived from the seed, and the token allows
+#: updates of the key.
 SECRET = ("seed", "claim_token")
 _BODIES = ("request_body", "response_body")
 
 
 def curl(key: IdempotencyKey, request: HttpRequest) -> str:
-    """Return a command that sends the stored request again, with comments on the parts that it omits.
+    """Return a command that sends the stored request again, with comments on the parts that it
+    omits.
 
-    The host is that of the client if it is in ALLOWED_HOSTS, else that of ``request``, the request of the page. A client may
-    send any host if ALLOWED_HOSTS contains "*", and the person adds credentials to the command.
+    The host is that of the client if it is in ALLOWED_HOSTS, else that of ``request``, the request
+    of the page. A client may send any host if ALLOWED_HOSTS contains "*", and the person adds
+    credentials to the command.
     """
     headers = {conf.get().HEADER_NAMES[0]: key.idempotency_key} | client_headers(key)
     if key.request_content_type:
         headers["Content-Type"] = key.request_content_type
     notes = [
         _("Left out: credentials, cookies, and each header that is not stored."),
-        _("If you use the credentials of another user, the request is a new one and takes effect again."),
+        _(
+            "If you use the credentials of another user, the request is a new one and takes effect"
+            " again."
+        ),
     ]
     scheme, host, path = address_of(key)
     if not _is_of_this_site(host):
         scheme, host = request.scheme or "http", request.get_host()
-        notes.append(_("The host is that of this page, because ALLOWED_HOSTS does not name the host of the client."))
-    parts = [f"curl --globoff -X {_quoted(key.request_method)} {_quoted(f'{scheme}://{host}{path}')}"]
+        notes.append(
+            _(
+                "The host is that of this page, because ALLOWED_HOSTS does not name the host of the"
+                " client."
+            )
+        )
+    parts = [
+        f"curl --globoff -X {_quoted(key.request_method)} {_quoted(f'{scheme}://{host}{path}')}"
+    ]
     parts += [f"-H {_quoted(f'{name}: {value}')}" for name, value in headers.items()]
     body = _text(key.request_body)
     if key.request_body is None:
@@ -61,8 +75,8 @@ def _is_of_this_site(host: str) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """Return ``text`` as one word of bash, zsh or ksh. A terminal acts on a pasted control character even between quotes, so
-    each character that is not printable is escaped."""
+    """Return ``text`` as one word of bash, zsh or ksh. A terminal acts on a pasted control
+    character even between quotes, so each character that is not printable is escaped."""
     if text.isprintable():
         return shlex.quote(text)
     plain = {"'": r"\'", "\\": r"\\"}
@@ -75,12 +89,18 @@ def _octal(sign: str) -> str:
 
 
 def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:
-    """Return the key for a ticket or a script: its columns except SECRET, the bodies as text, and the rows that belong to it.
+    """Return the key for a ticket or a script: its columns except SECRET, the bodies as text, and
+    the rows that belong to it.
 
-    A body that is not stored, or is not UTF-8, is null. The field ``..._bytes`` is the length of the stored body.
+    A body that is not stored, or is not UTF-8, is null. The field ``..._bytes`` is the length of
+    the stored body.
     """
     skipped = (*SECRET, *_BODIES, "history", "user")
-    columns = {field.name: field.value_from_object(key) for field in key._meta.concrete_fields if field.name not in skipped}
+    columns = {
+        field.name: field.value_from_object(key)
+        for field in key._meta.concrete_fields
+        if field.name not in skipped
+    }
     for name in _BODIES:
         body = getattr(key, name)
         columns |= {name: _text(body), f"{name}_bytes": None if body is None else len(bytes(body))}
@@ -88,8 +108,15 @@ def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:
         "state": str(key.state),
         "as_of": key.read_at,
         "user": None if key.user_id is None else str(key.user_id),
-        "history": [{"at": event.at, "event": event.name, "detail": event.detail} for event in history_of(key)],
-        "linked": [{"kind": kind.name, "name": row.name, "state": row.state} for kind in linked for row in kind.rows],
+        "history": [
+            {"at": event.at, "event": event.name, "detail": event.detail}
+            for event in history_of(key)
+        ],
+        "linked": [
+            {"kind": kind.name, "name": row.name, "state": row.state}
+            for kind in linked
+            for row in kind.rows
+        ],
     }
 
 

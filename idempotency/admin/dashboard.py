@@ -1,7 +1,8 @@
-"""The dashboard: findings, unfinished keys and staged jobs by age, charts of requests, and the heartbeats of processes.
+"""The dashboard: findings, unfinished keys and staged jobs by age, charts of requests, and the
+heartbeats of processes.
 
-The numbers come from ``monitoring.measures`` and ``traffic``, so the cost of the page does not depend on the size
-of a table.
+The numbers come from ``monitoring.measures`` and ``traffic``, so the cost of the page does not
+depend on the size of a table.
 """
 
 from collections import Counter
@@ -26,7 +27,8 @@ from idempotency.admin.filters import AGES, Age
 from idempotency.models import STARTED, StagedJob
 from idempotency.monitoring import doctor, heartbeats, measures
 
-#: The maximum number of rows of a kind that are read, the oldest first. If there are more, the page says so.
+#: The maximum number of rows of a kind that are read, the oldest first. If there are more, the page
+#: says so.
 MAX_READ = 5000
 #: The maximum number of processes that are shown, those with the youngest heartbeats.
 MAX_PROCESSES = 100
@@ -36,7 +38,8 @@ MAX_GROUPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A number, its percentage of the largest number in the same table, and the URL of the list of the counted rows."""
+    """A number, its percentage of the largest number in the same table, and the URL of the list of
+    the counted rows."""
 
     label: str | Promise
     count: int
@@ -47,7 +50,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span of time that the charts show: the number of ``intervals``, and the length of each in ``minutes``."""
+    """A span of time that the charts show: the number of ``intervals``, and the length of each in
+    ``minutes``."""
 
     name: str
     label: str | Promise
@@ -65,17 +69,24 @@ SPANS = (
 
 
 def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
-    """Return the context of the template. This takes four queries, and three more if the person may view staged jobs.
+    """Return the context of the template. This takes four queries, and three more if the person may
+    view staged jobs.
 
-    Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the processes are those of the whole
-    database. With MAX_READ or more unfinished keys it takes six more queries, with MAX_READ or more stuck keys two more.
+    Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the
+    processes are those of the whole database. With MAX_READ or more unfinished keys it takes six
+    more queries, with MAX_READ or more stuck keys two more.
     """
     every, site = key_admin.get_queryset(request), key_admin.admin_site
     url = _list_url(key_admin)
     keys, processes = measures.unfinished_keys(every, MAX_READ), _known_processes(every.db)
     shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every, MAX_READ), url)
     shown |= {"keys_url": url, "key_actions": _actions(request, key_admin)}
-    shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now(), **_of_processes(processes)}
+    shown |= {
+        "max_read": MAX_READ,
+        "more_keys": keys.count == MAX_READ,
+        "as_of": timezone.now(),
+        **_of_processes(processes),
+    }
     findings = [*doctor.findings_of_keys(keys, MAX_READ), *doctor.findings_of_processes(processes)]
     behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
     job_admin = site._registry.get(StagedJob)
@@ -106,28 +117,43 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
         "spans": SPANS,
         "span": span,
         "charts": [
-            chart(gettext("Requests"), minutely, Line(gettext("requests"), [each.requests for each in found])),
+            chart(
+                gettext("Requests"),
+                minutely,
+                Line(gettext("requests"), [each.requests for each in found]),
+            ),
             chart(
                 gettext("Retries"),
                 minutely,
                 Line(gettext("replays"), [each.replays for each in found]),
                 Line(gettext("conflicts"), [each.conflicts for each in found]),
             ),
-            chart(gettext("Errors"), minutely, Line(gettext("errors"), [each.errors for each in found])),
             chart(
-                gettext("Run time"), "s", Line("p50", [each.p50 for each in found]), Line("p95", [each.p95 for each in found])
+                gettext("Errors"),
+                minutely,
+                Line(gettext("errors"), [each.errors for each in found]),
+            ),
+            chart(
+                gettext("Run time"),
+                "s",
+                Line("p50", [each.p50 for each in found]),
+                Line("p95", [each.p95 for each in found]),
             ),
         ],
     }
 
 
-def _of_keys(keys: measures.UnfinishedKeys, groups: list[error_groups.ErrorGroup], url: str) -> dict[str, Any]:
+def _of_keys(
+    keys: measures.UnfinishedKeys, groups: list[error_groups.ErrorGroup], url: str
+) -> dict[str, Any]:
     points = {point: _by_age(ages) for point, ages in keys.ages_by_point.items()}
     largest = max((count for ages in points.values() for count in ages.values()), default=0)
 
     def bar(point: str, age: Age) -> Bar:
         count = points[point][age.name]
-        return _bar(age.label, count, largest, url, state="unfinished", recovery_point=point, age=age.name)
+        return _bar(
+            age.label, count, largest, url, state="unfinished", recovery_point=point, age=age.name
+        )
 
     states, stuck = keys.by_state, keys.stuck_by_code
     most = max(states.values(), default=0)
@@ -135,29 +161,51 @@ def _of_keys(keys: measures.UnfinishedKeys, groups: list[error_groups.ErrorGroup
         "unfinished": keys.count,
         "unfinished_url": f"{url}?state=unfinished",
         "by_state": [
-            _bar(state.label, states[state], most, url, state == KeyState.STUCK, state=state.replace(" ", "_"))
+            _bar(
+                state.label,
+                states[state],
+                most,
+                url,
+                state == KeyState.STUCK,
+                state=state.replace(" ", "_"),
+            )
             for state in KeyState
             if state not in (KeyState.REFUSED, KeyState.FINISHED)
         ],
         "by_point": [
-            (point, [bar(point, age) for age in AGES]) for point in sorted(points, key=lambda name: (name != STARTED, name))
+            (point, [bar(point, age) for age in AGES])
+            for point in sorted(points, key=lambda name: (name != STARTED, name))
         ],
         "by_code": [
             _bar(code, count, max(stuck.values()), url, True, state="stuck", stuck_code=code)
             for code, count in stuck.most_common()
         ],
         "groups": [
-            (group, _link("", state="stuck", stuck_code=group.cause, error_group=group.error, request_group=group.place))
+            (
+                group,
+                _link(
+                    "",
+                    state="stuck",
+                    stuck_code=group.cause,
+                    error_group=group.error,
+                    request_group=group.place,
+                ),
+            )
             for group in groups[:MAX_GROUPS]
         ],
     }
 
 
-def _of_jobs(jobs: measures.StagedJobs, groups: list[error_groups.ErrorGroup], url: str) -> dict[str, Any]:
+def _of_jobs(
+    jobs: measures.StagedJobs, groups: list[error_groups.ErrorGroup], url: str
+) -> dict[str, Any]:
     ages, failed = _by_age(jobs.waiting), jobs.failed_by_name
     largest = max(ages.values(), default=0)
     due = gettext("due for %(age)s")
-    bars = [_bar(due % {"age": age.label}, ages[age.name], largest, url, state="waiting", age=age.name) for age in AGES]
+    bars = [
+        _bar(due % {"age": age.label}, ages[age.name], largest, url, state="waiting", age=age.name)
+        for age in AGES
+    ]
     return {
         "may_see_jobs": True,
         "more_jobs": len(jobs.waiting) == MAX_READ,
@@ -167,47 +215,80 @@ def _of_jobs(jobs: measures.StagedJobs, groups: list[error_groups.ErrorGroup], u
             for name, count in failed.most_common(20)
         ],
         "job_groups": [
-            (group, _link("", state="failed", job_name=group.cause, queue=group.place, error_group=group.error))
+            (
+                group,
+                _link(
+                    "",
+                    state="failed",
+                    job_name=group.cause,
+                    queue=group.place,
+                    error_group=group.error,
+                ),
+            )
             for group in groups[:MAX_GROUPS]
         ],
     }
 
 
 def _known_processes(alias: str) -> list[measures.Process]:
-    """Return the processes with a heartbeat in the last KEPT_DAYS, and for each loop the process with the youngest heartbeat.
-    The youngest heartbeat is first."""
+    """Return the processes with a heartbeat in the last KEPT_DAYS, and for each loop the process
+    with the youngest heartbeat. The youngest heartbeat is first."""
     known = measures.processes(alias)
     lags = measures.lags(known)
-    return [process for process in known if process.age < heartbeats.KEPT_DAYS * 86400 or process.age == lags[process.name]]
+    return [
+        process
+        for process in known
+        if process.age < heartbeats.KEPT_DAYS * 86400 or process.age == lags[process.name]
+    ]
 
 
 def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
-    """Return the processes; separately, those without a recent heartbeat whose loop runs in another process; the names of the
-    loops without a process; and the state of each loop."""
+    """Return the processes; separately, those without a recent heartbeat whose loop runs in another
+    process; the names of the loops without a process; and the state of each loop."""
     shown = sorted(processes[:MAX_PROCESSES], key=attrgetter("name", "host", "pid"))
     lags = measures.lags(processes)
-    gone = [process for process in shown if process.age > heartbeats.SILENT_SECONDS and not process.silent]
+    gone = [
+        process
+        for process in shown
+        if process.age > heartbeats.SILENT_SECONDS and not process.silent
+    ]
     return {
         "processes": [process for process in shown if process not in gone],
         "gone": gone,
         "absent": [name for name in heartbeats.LOOPS if name not in lags],
-        "loops": [(name, _state_of(lags.get(name), otherwise)) for name, otherwise in heartbeats.LOOPS.items()],
+        "loops": [
+            (name, _state_of(lags.get(name), otherwise))
+            for name, otherwise in heartbeats.LOOPS.items()
+        ],
     }
 
 
 def _state_of(lag: float | None, otherwise: str | Promise) -> str:
     if lag is None:
-        return gettext("no heartbeat (if cron does not run it, %(consequence)s)") % {"consequence": otherwise}
+        return gettext("no heartbeat (if cron does not run it, %(consequence)s)") % {
+            "consequence": otherwise
+        }
     return gettext("silent") if lag > heartbeats.SILENT_SECONDS else gettext("ok")
 
 
 def _by_age(ages: Iterable[float]) -> Counter[str]:
     """Count the ages in each span of AGES; a negative age is "later"."""
-    return Counter(next((age.name for age in reversed(AGES) if seconds >= age.begin), "later") for seconds in ages)
+    return Counter(
+        next((age.name for age in reversed(AGES) if seconds >= age.begin), "later")
+        for seconds in ages
+    )
 
 
-def _bar(label: str | Promise, count: int, largest: int, url: str, alarming: bool = False, **chosen: str) -> Bar:
-    return Bar(label, count, round(100 * count / largest, 1) if largest else 0, _link(url, **chosen), alarming)
+def _bar(
+    label: str | Promise, count: int, largest: int, url: str, alarming: bool = False, **chosen: str
+) -> Bar:
+    return Bar(
+        label,
+        count,
+        round(100 * count / largest, 1) if largest else 0,
+        _link(url, **chosen),
+        alarming,
+    )
 
 
 def _link(url: str, **chosen: str) -> str:
@@ -215,11 +296,16 @@ def _link(url: str, **chosen: str) -> str:
 
 
 def _actions(request: HttpRequest, rows: Any) -> list[tuple[str | Promise, str]]:
-    """Return the actions that the person may use on all rows of a group: the label, and the URL of the confirmation. The
-    template adds the filters of the group to the URL. An admin that is not of this app has no actions."""
+    """Return the actions that the person may use on all rows of a group: the label, and the URL of
+    the confirmation. The template adds the filters of the group to the URL. An admin that is not of
+    this app has no actions."""
     name = f"{rows.admin_site.name}:idempotency_{rows.opts.model_name}_bulk"
     actions = rows.bulk if isinstance(rows, BulkAdmin) else ()
-    return [(action.label, reverse(name, args=(action.name,))) for action in actions if rows.holds(request, action.permission)]
+    return [
+        (action.label, reverse(name, args=(action.name,)))
+        for action in actions
+        if rows.holds(request, action.permission)
+    ]
 
 
 def _list_url(rows: Any) -> str:

@@ -14,15 +14,25 @@ from idempotency._text import cut
 
 #: The maximum number of keys in a file. If there are more, the last line says so.
 MAX_ROWS = 20_000
-#: A longer text is cut, so that the memory for a file is bounded: a path may have several kilobytes.
+#: A longer text is cut, so that the memory for a file is bounded: a path may have several
+#: kilobytes.
 MAX_CHARACTERS = 500
 _COLUMNS = (
-    *("id", "created_at", "state", "request_method", "request_path", "response_code", "recovery_point", "attempts"),
+    *(
+        "id",
+        "created_at",
+        "state",
+        "request_method",
+        "request_path",
+        "response_code",
+        "recovery_point",
+        "attempts",
+    ),
     *("stuck_code", "stuck_reason", "last_error", "user_id", "scope", "idempotency_key"),
 )
 _LONG_COLUMNS = ("request_path", "stuck_reason", "last_error")
-#: A spreadsheet interprets a text that begins with one of these signs as a formula, also in full width. It may split a cell
-#: at another separator than the comma, such as the semicolon in Germany.
+#: A spreadsheet interprets a text that begins with one of these signs as a formula, also in full
+#: width. It may split a cell at another separator than the comma, such as the semicolon in Germany.
 _FORMULA = re.compile(r"""(^|[;,|\t\r\n])([\s"']*[=+\-@\uff1d\uff0b\uff0d\uff20])""")
 
 
@@ -33,7 +43,9 @@ def csv_of(keys: QuerySet[Any]) -> HttpResponse:
     response["Cache-Control"] = "no-store"
     lines = csv.writer(response)
     lines.writerow(_COLUMNS)
-    columns = [Left(name, MAX_CHARACTERS + 1) if name in _LONG_COLUMNS else name for name in _COLUMNS]
+    columns = [
+        Left(name, MAX_CHARACTERS + 1) if name in _LONG_COLUMNS else name for name in _COLUMNS
+    ]
     for number, row in enumerate(keys.values_list(*columns)[: MAX_ROWS + 1].iterator()):
         if number == MAX_ROWS:
             text = gettext("There are more than %(count)s keys. The others are not in this file.")

@@ -25,12 +25,14 @@ NEWEST = 20_000
 #: A filter by group reads at most this many rows, the oldest ones.
 MAX_GROUPED = 5000
 _BIGGEST_ID = 2**63 - 1
-#: The name of the attribute of a bulk request with the time of its confirmation. AgeFilter computes ages at this time.
+#: The name of the attribute of a bulk request with the time of its confirmation. AgeFilter computes
+#: ages at this time.
 AS_OF = "idempotency_as_of"
 
 
 def of_the_newest(text: Any, **values: Any) -> Any:
-    """Return a lazy text with NEWEST for ``{count}``, in the number format of the person's language, and with ``values``."""
+    """Return a lazy text with NEWEST for ``{count}``, in the number format of the person's
+    language, and with ``values``."""
     return format_lazy(text, count=lazy(number_format, str)(NEWEST, force_grouping=True), **values)
 
 
@@ -52,7 +54,8 @@ AGES = (
 
 
 def newest(rows: QuerySet[Any], count: int, by: str = "created_at") -> QuerySet[Any]:
-    """Return those of ``rows`` that are among the ``count`` newest rows of their table, by an indexed column."""
+    """Return those of ``rows`` that are among the ``count`` newest rows of their table, by an
+    indexed column."""
     table = rows.model._base_manager.using(rows.db).order_by(f"-{by}")
     border = table.values_list(by, flat=True)[count : count + 1].first()
     return rows if border is None else rows.filter(**{f"{by}__gt": border})
@@ -60,7 +63,11 @@ def newest(rows: QuerySet[Any], count: int, by: str = "created_at") -> QuerySet[
 
 def row_id(term: str) -> int | None:
     """Return ``term`` as the id of a row; None if it is not a possible id."""
-    return int(term) if term.isdecimal() and len(term) <= len(str(_BIGGEST_ID)) and int(term) <= _BIGGEST_ID else None
+    return (
+        int(term)
+        if term.isdecimal() and len(term) <= len(str(_BIGGEST_ID)) and int(term) <= _BIGGEST_ID
+        else None
+    )
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -70,7 +77,10 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [*((state.replace(" ", "_"), state.label) for state in KeyState), ("unfinished", _("unfinished"))]
+        return [
+            *((state.replace(" ", "_"), state.label) for state in KeyState),
+            ("unfinished", _("unfinished")),
+        ]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         if self.value() == "unfinished":
@@ -93,13 +103,18 @@ class AgeFilter(admin.SimpleListFilter):
         now = getattr(request, AS_OF, None) or Now()
         for age in AGES:
             if age.name == self.value():
-                youngest, oldest = (now - timedelta(seconds=seconds) for seconds in (age.begin, age.end))
-                return queryset.filter(**{f"{self.column}__lte": youngest, f"{self.column}__gt": oldest})
+                youngest, oldest = (
+                    now - timedelta(seconds=seconds) for seconds in (age.begin, age.end)
+                )
+                return queryset.filter(
+                    **{f"{self.column}__lte": youngest, f"{self.column}__gt": oldest}
+                )
         return queryset
 
 
 class ChosenFilter(admin.SimpleListFilter):
-    """A value from a link. The choices are ``known`` and this value: the distinct values of a large table are not read."""
+    """A value from a link. The choices are ``known`` and this value: the distinct values of a large
+    table are not read."""
 
     known: Iterable[str] = ()
 
@@ -132,20 +147,23 @@ class StuckCodeFilter(ChosenFilter):
 
 
 class RecoveryPointFilter(ChosenFilter):
-    """The recovery point of a key. Only unfinished keys are searched, because they have an index. All keys are searched for
-    the point ``finished``, and if the filter by state selects refused keys."""
+    """The recovery point of a key. Only unfinished keys are searched, because they have an index.
+    All keys are searched for the point ``finished``, and if the filter by state selects refused
+    keys."""
 
     title = _("recovery point")
     parameter_name = "recovery_point"
 
     def queryset(self, request: HttpRequest, queryset: Any) -> QuerySet[Any]:
-        among_all = self.value() in (None, "", FINISHED) or request.GET.get("state") == KeyState.REFUSED
+        among_all = (
+            self.value() in (None, "", FINISHED) or request.GET.get("state") == KeyState.REFUSED
+        )
         return super().queryset(request, queryset if among_all else queryset.unfinished())
 
 
 class PathFilter(ChosenFilter):
-    """The beginning of a request's path, among the newest keys. With a filter by an unfinished state, which has an index, all
-    keys in that state are searched."""
+    """The beginning of a request's path, among the newest keys. With a filter by an unfinished
+    state, which has an index, all keys in that state are searched."""
 
     title = _("path")
     parameter_name = "path"
@@ -162,12 +180,25 @@ class PathFilter(ChosenFilter):
         return rows.filter(request_path__startswith=value)
 
     def choices(self, changelist: Any) -> Any:
-        """Yield the data for the form of the filter: its value, the other parameters of the list, and the help text."""
-        others = [(name, value) for name, value in changelist.params.items() if name != self.parameter_name]
+        """Yield the data for the form of the filter: its value, the other parameters of the list,
+        and the help text."""
+        others = [
+            (name, value)
+            for name, value in changelist.params.items()
+            if name != self.parameter_name
+        ]
         text = of_the_newest(
-            _("Searches the {count} newest keys, or all unfinished keys if you filter by an unfinished state.")
+            _(
+                "Searches the {count} newest keys, or all unfinished keys if you filter by an"
+                " unfinished state."
+            )
         )
-        yield {"name": self.parameter_name, "value": self.value() or "", "others": others, "help": text}
+        yield {
+            "name": self.parameter_name,
+            "value": self.value() or "",
+            "others": others,
+            "help": text,
+        }
 
 
 class StatusFilter(ChosenFilter):
@@ -187,23 +218,31 @@ class StatusFilter(ChosenFilter):
 
 
 class ErrorGroupFilter(ChosenFilter):
-    """The group of the error (``error_groups.group_of``), among the oldest MAX_GROUPED unfinished keys."""
+    """The group of the error (``error_groups.group_of``), among the oldest MAX_GROUPED unfinished
+    keys."""
 
     title = _("error")
     parameter_name = "error_group"
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
-        errors = ((pk, next(filter(None, texts), "")) for pk, *texts in self.texts(rows)[:MAX_GROUPED])
+        errors = (
+            (pk, next(filter(None, texts), "")) for pk, *texts in self.texts(rows)[:MAX_GROUPED]
+        )
         return rows.filter(pk__in=[pk for pk, error in errors if group_of(error) == value])
 
     def texts(self, rows: Any) -> Any:
-        """Return for each row its pk and its texts; the first text that is not empty is the error of the row."""
-        reason, error = Left("stuck_reason", GROUPED_CHARACTERS), Left("last_error", GROUPED_CHARACTERS)
+        """Return for each row its pk and its texts; the first text that is not empty is the error
+        of the row."""
+        reason, error = (
+            Left("stuck_reason", GROUPED_CHARACTERS),
+            Left("last_error", GROUPED_CHARACTERS),
+        )
         return rows.unfinished().order_by("created_at").values_list("pk", reason, error)
 
 
 class RequestGroupFilter(ChosenFilter):
-    """The group of the request (``error_groups.request_group``), among the oldest MAX_GROUPED unfinished keys."""
+    """The group of the request (``error_groups.request_group``), among the oldest MAX_GROUPED
+    unfinished keys."""
 
     title = _("request")
     parameter_name = "request_group"
@@ -211,20 +250,30 @@ class RequestGroupFilter(ChosenFilter):
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
         unfinished: Any = rows
         path = Left("request_path", GROUPED_CHARACTERS)
-        found = unfinished.unfinished().order_by("created_at").values_list("pk", "request_method", path)
-        return rows.filter(pk__in=[pk for pk, method, path in found[:MAX_GROUPED] if request_group(method, path) == value])
+        found = (
+            unfinished.unfinished().order_by("created_at").values_list("pk", "request_method", path)
+        )
+        return rows.filter(
+            pk__in=[
+                pk
+                for pk, method, path in found[:MAX_GROUPED]
+                if request_group(method, path) == value
+            ]
+        )
 
 
 class JobErrorGroupFilter(ErrorGroupFilter):
     def texts(self, rows: Any) -> Any:
         return (
-            rows.filter(failed_at__isnull=False).order_by("failed_at").values_list("pk", Left("last_error", GROUPED_CHARACTERS))
+            rows.filter(failed_at__isnull=False)
+            .order_by("failed_at")
+            .values_list("pk", Left("last_error", GROUPED_CHARACTERS))
         )
 
 
 class MineFilter(admin.SimpleListFilter):
-    """The keys that the person completed, answered, acknowledged, handed back or released, according to the person's newest
-    MAX_GROUPED entries in the admin log."""
+    """The keys that the person completed, answered, acknowledged, handed back or released,
+    according to the person's newest MAX_GROUPED entries in the admin log."""
 
     title = _("acted on by")
     parameter_name = "mine"
@@ -236,7 +285,8 @@ class MineFilter(admin.SimpleListFilter):
         if self.value() != "1":
             return queryset
         entries: Any = LogEntry.objects.filter(
-            user_id=cast(int, request.user.pk), content_type=get_content_type_for_model(IdempotencyKey)
+            user_id=cast(int, request.user.pk),
+            content_type=get_content_type_for_model(IdempotencyKey),
         )
         ids = entries.order_by("-pk").values_list("object_id", flat=True)[:MAX_GROUPED]
         return queryset.filter(pk__in={int(pk) for pk in ids})

@@ -14,18 +14,26 @@ from idempotency.templatetags.idempotency_admin import aware
 
 #: Events that only the run itself writes, as its last one.
 _OWN_ENDS = (HistoryEvent.FINISHED, HistoryEvent.ERROR, HistoryEvent.REFUSED)
-#: The ending of a run that wrote no last event, whether the history has the event "run lost" or not.
+#: The ending of a run that wrote no last event, whether the history has the event "run lost" or
+#: not.
 LOST = "lost"
-#: Events that end a run from outside: a person, the completer, the reaper, a retry or the watchdog of a loop writes them.
+#: Events that end a run from outside: a person, the completer, the reaper, a retry or the watchdog
+#: of a loop writes them.
 _OTHER_ENDS = (
-    *(HistoryEvent.ANSWERED, HistoryEvent.HANDED_BACK, HistoryEvent.LOCK_RELEASED, HistoryEvent.STUCK),
+    *(
+        HistoryEvent.ANSWERED,
+        HistoryEvent.HANDED_BACK,
+        HistoryEvent.LOCK_RELEASED,
+        HistoryEvent.STUCK,
+    ),
     HistoryEvent.HUNG,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of the history; ``seconds_later`` is the time since the previous event, None if it is unknown."""
+    """An event of the history; ``seconds_later`` is the time since the previous event, None if it
+    is unknown."""
 
     name: str
     detail: str
@@ -40,7 +48,8 @@ class Event:
 
 @dataclass(slots=True)
 class LoggedRun:
-    """One run of the key. ``ending`` is the name of its last event, LOST without one, or "" while the run may continue."""
+    """One run of the key. ``ending`` is the name of its last event, LOST without one, or "" while
+    the run may continue."""
 
     by: str
     begin: datetime
@@ -51,7 +60,8 @@ class LoggedRun:
 
 
 def event_label(name: str) -> str:
-    """Return the name of an event or an ending in the language of the person; an unknown name is returned unchanged."""
+    """Return the name of an event or an ending in the language of the person; an unknown name is
+    returned unchanged."""
     if name == LOST:
         return gettext("lost")
     return str(HistoryEvent(name).label) if name in HistoryEvent else name
@@ -64,7 +74,8 @@ def history_of(key: Any) -> list[Event]:
     for event in key.history:
         at = parse_datetime(event["at"])
         at = at and aware(at)
-        # The time of an event is the start of its statement. A statement that waited for the previous one may be older.
+        # The time of an event is the start of its statement. A statement that waited for the
+        # previous one may be older.
         later = max(0.0, (at - before).total_seconds()) if at and before else None
         found.append(Event(event["event"], event["detail"], at, later))
         before = at or before
@@ -73,15 +84,21 @@ def history_of(key: Any) -> list[Event]:
 
 def is_whole(key: Any) -> bool:
     """Return whether the history certainly has all events since the first claim."""
-    # A claim after a lost run removes two old events first, so a cut history may have one event less than the limit.
-    return bool(key.history) and key.history[0]["event"] == HistoryEvent.CLAIMED and len(key.history) < HISTORY_LIMIT - 1
+    # A claim after a lost run removes two old events first, so a cut history may have one event
+    # less than the limit.
+    return (
+        bool(key.history)
+        and key.history[0]["event"] == HistoryEvent.CLAIMED
+        and len(key.history) < HISTORY_LIMIT - 1
+    )
 
 
 def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[LoggedRun], list[Event]]:
     """Return the runs, and the events that belong to no run. A cut history may begin inside a run.
 
-    A run without a last event of its own is lost if "run lost", another claim or an event of _OTHER_ENDS follows. A run writes
-    "stuck" itself, so this event means a lost run only if it is more than ``lock_seconds`` later than the event before it.
+    A run without a last event of its own is lost if "run lost", another claim or an event of
+    _OTHER_ENDS follows. A run writes "stuck" itself, so this event means a lost run only if it is
+    more than ``lock_seconds`` later than the event before it.
     """
     runs: list[LoggedRun] = []
     others: list[Event] = []
@@ -94,7 +111,9 @@ def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[LoggedRu
         ):
             if run is not None:
                 run.ending = LOST
-            run = LoggedRun(event.detail if event.name == HistoryEvent.CLAIMED else "run", event.at, event.at)
+            run = LoggedRun(
+                event.detail if event.name == HistoryEvent.CLAIMED else "run", event.at, event.at
+            )
             runs.append(run)
             if event.name == HistoryEvent.CLAIMED:
                 continue

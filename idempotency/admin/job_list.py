@@ -58,9 +58,18 @@ class QueueFilter(ChosenFilter):
 
 @admin.register(StagedJob)
 class StagedJobAdmin(BulkAdmin):
-    """Jobs that wait for the enqueuer, jobs that were handed over and have no effect yet, and failed jobs."""
+    """Jobs that wait for the enqueuer, jobs that were handed over and have no effect yet, and
+    failed jobs."""
 
-    list_display = ("job_name", "state", "hand_overs", "refusals", "last_error_line", "queue", "key")
+    list_display = (
+        "job_name",
+        "state",
+        "hand_overs",
+        "refusals",
+        "last_error_line",
+        "queue",
+        "key",
+    )
     list_filter = (JobStateFilter, DueFilter, JobNameFilter, QueueFilter, JobErrorGroupFilter)
     bulk = (Retry(), Discard())
     ordering = ("-id",)
@@ -86,7 +95,9 @@ class StagedJobAdmin(BulkAdmin):
         annotated: QuerySet[Any] = jobs.annotate(read_at=Now())
         return annotated
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
         """Return the job with this id, or the jobs of the key whose row has this id."""
         if not search_term:
             return queryset, False
@@ -98,9 +109,12 @@ class StagedJobAdmin(BulkAdmin):
 
     @admin.display(description=_("state"))
     def state(self, job: Any) -> str:
-        """Return whether the job has failed, is due or is not due yet, and the time since or until then."""
+        """Return whether the job has failed, is due or is not due yet, and the time since or until
+        then."""
         if job.failed_at is not None:
-            return gettext("failed %(ago)s") % {"ago": ago((job.read_at - job.failed_at).total_seconds())}
+            return gettext("failed %(ago)s") % {
+                "ago": ago((job.read_at - job.failed_at).total_seconds())
+            }
         waited = (job.read_at - job.run_at).total_seconds()
         if waited < 0:
             return gettext("due in %(duration)s") % {"duration": duration(-waited)}
@@ -108,11 +122,15 @@ class StagedJobAdmin(BulkAdmin):
 
     @admin.display(description=_("key"))
     def key(self, job: StagedJob) -> str:
-        """Return the id of the key whose request staged the job, or an empty text if there is no such key."""
+        """Return the id of the key whose request staged the job, or an empty text if there is no
+        such key."""
         return "" if job.idempotency_key_id is None else self.key_link(job.idempotency_key_id)
 
-    def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
-        """Show the job. The page of a failed job has links to the confirmations of the list's actions."""
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Show the job. The page of a failed job has links to the confirmations of the list's
+        actions."""
         job: StagedJob = context["original"]
         if job.failed_at is not None:
             allowed = [action for action in self.bulk if self.holds(request, action.permission)]

@@ -1,4 +1,5 @@
-"""Texts on the page of a key, in addition to its fields: its state, its recovery points and its next step."""
+"""Texts on the page of a key, in addition to its fields: its state, its recovery points and its
+next step."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class DeclaredPoints:
         self._found: dict[tuple[str, str, str], tuple[str, ...] | None] = {}
 
     def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
-        """Return the recovery points of the request's view: empty for a plain view, None if no protected view is found."""
+        """Return the recovery points of the request's view: empty for a plain view, None if no
+        protected view is found."""
         place = key.request_path.partition("?")[0], key.request_method, urlconf_of(key) or ""
         if place not in self._found:
             self._found[place] = _declared(key)
@@ -46,7 +48,8 @@ def _declared(key: IdempotencyKey) -> tuple[str, ...] | None:
 
 
 def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
-    """Return the recovery point with its position among the declared points, as in ``ride_created (2/4)``."""
+    """Return the recovery point with its position among the declared points, as in ``ride_created
+    (2/4)``."""
     if not points or key.recovery_point not in points:
         return key.recovery_point
     return f"{key.recovery_point} ({points.index(key.recovery_point) + 1}/{len(points)})"
@@ -56,8 +59,9 @@ def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
 class Stop:
     """A recovery point on the line of the page.
 
-    ``place`` is "passed", "here", "unknown" (the point of the key, but the view does not declare it) or "ahead". An
-    earlier point that is not in the history is "skipped", or "unrecorded" if the history is cut or empty.
+    ``place`` is "passed", "here", "unknown" (the point of the key, but the view does not declare
+    it) or "ahead". An earlier point that is not in the history is "skipped", or "unrecorded" if the
+    history is cut or empty.
     """
 
     name: str
@@ -67,7 +71,8 @@ class Stop:
 
 
 def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
-    """Return the recovery points of the key in order, each with its place and the number of errors at it."""
+    """Return the recovery points of the key in order, each with its place and the number of errors
+    at it."""
     reached, errors = _reached(key)
     order = list(points or (STARTED, FINISHED))
     unknown = key.recovery_point not in order
@@ -89,7 +94,8 @@ def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
 
 
 def since(key: Any) -> datetime:
-    """Return the time at which the key entered its state. For a waiting or abandoned key, return the start of its last run."""
+    """Return the time at which the key entered its state. For a waiting or abandoned key, return
+    the start of its last run."""
     times = {
         KeyState.FINISHED: key.finished_at,
         KeyState.REFUSED: key.refused_at,
@@ -110,7 +116,8 @@ def for_how_long(key: Any) -> str:
 
 
 def heading(key: Any) -> str:
-    """Return the state of the key in a few words, with its age and the stuck code, or with the stored status."""
+    """Return the state of the key in a few words, with its age and the stuck code, or with the
+    stored status."""
     if key.state == KeyState.FINISHED:
         with_status = _("Finished: answered %(status)s") % {"status": key.response_code}
         return with_status if key.response_code else _("Finished: without a response")
@@ -125,7 +132,9 @@ def short_state(key: Any) -> str:
 
 def state_line(key: Any) -> str:
     """Return the state of the key, its time and the number of runs, in one or more sentences."""
-    runs = npgettext('"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", key.attempts)
+    runs = npgettext(
+        '"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", key.attempts
+    )
     told = {
         "place": progress(key, key.declared),
         "ago": ago(_age(key)),
@@ -139,31 +148,52 @@ def state_line(key: Any) -> str:
                 told["detail"] = events[-1].detail
                 return _("A person wrote its response %(ago)s (%(detail)s), after %(runs)s.") % told
             told["duration"] = duration((key.finished_at - key.created_at).total_seconds())
-            return _("Its response was stored %(ago)s, %(duration)s after the request, in %(runs)s.") % told
+            return (
+                _("Its response was stored %(ago)s, %(duration)s after the request, in %(runs)s.")
+                % told
+            )
         case KeyState.REFUSED:
             return _("It was left to its client %(ago)s, in %(runs)s. Nothing was begun.") % told
         case KeyState.IN_FLIGHT:
-            return _("Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s.") % told
+            return (
+                _("Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s.")
+                % told
+            )
         case KeyState.STUCK:
-            return _("It was given up %(ago)s at %(place)s, after %(runs)s. It has no response.") % told
+            return (
+                _("It was given up %(ago)s at %(place)s, after %(runs)s. It has no response.")
+                % told
+            )
         case KeyState.ACKNOWLEDGED:
-            text = _("It is stuck at %(place)s, after %(runs)s. A person took it off the list %(ago)s. It has no response.")
+            text = _(
+                "It is stuck at %(place)s, after %(runs)s. A person took it off the list %(ago)s."
+                " It has no response."
+            )
             return text % told
-    return _("No run holds it. Its last run, number %(number)s, began %(ago)s. The key stands at %(place)s.") % told
+    return (
+        _(
+            "No run holds it. Its last run, number %(number)s, began %(ago)s. The key stands at"
+            " %(place)s."
+        )
+        % told
+    )
 
 
 def best_action(key: Any) -> str:
-    """Return the name of the recommended button; "" for a key that is in flight, refused or finished."""
+    """Return the name of the recommended button; "" for a key that is in flight, refused or
+    finished."""
     if key.state in (KeyState.IN_FLIGHT, KeyState.FINISHED, KeyState.REFUSED):
         return ""
     if key.stuck_code == StuckCode.CALL_IN_DOUBT:
         calls = list(key.downstream_calls.values_list("recorded_at", flat=True)[:MAX_CALLS])
-        return "complete" if calls and None not in calls else "answer"  # Late results may be recorded.
+        # Late results may be recorded.
+        return "complete" if calls and None not in calls else "answer"
     return STUCK_CODES[key.stuck_code].best if key.stuck_code in STUCK_CODES else "complete"
 
 
 def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:
-    """Return the time at which each point was reached, and the number of errors at it, according to the history."""
+    """Return the time at which each point was reached, and the number of errors at it, according to
+    the history."""
     reached: dict[str, datetime | None] = {STARTED: key.created_at, FINISHED: key.finished_at}
     errors: Counter[str] = Counter()
     here = STARTED
@@ -185,7 +215,8 @@ class LastCall:
 
 
 def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
-    """Return the last ``key.call()`` since the last committed phase; None without one, or if the key is finished."""
+    """Return the last ``key.call()`` since the last committed phase; None without one, or if the
+    key is finished."""
     for event in reversed(history_of(key)) if key.finished_at is None else ():
         if event.name == HistoryEvent.RECOVERY_POINT:
             break
@@ -200,53 +231,85 @@ def next_step(key: Any, *, has_view: bool) -> str:
     match key.state:
         case KeyState.FINISHED:
             if key.expires_at is None:
-                return _("Nothing: each retry of its client gets the stored response. The key is kept forever.")
+                return _(
+                    "Nothing: each retry of its client gets the stored response. The key is kept"
+                    " forever."
+                )
             if key.expires_at <= now:
                 return _(
-                    "The retention is over. The reaper deletes the key, and a further request with this key runs as a new one."
+                    "The retention is over. The reaper deletes the key, and a further request with"
+                    " this key runs as a new one."
                 )
             text = _("Nothing: each retry of its client gets the stored response, until %(time)s.")
             return text % {"time": _moment(key.expires_at, now)}
         case KeyState.IN_FLIGHT:
             text = _(
-                "A run holds the key. If that run crashes or hangs, its lock expires at %(time)s. Then a retry of the client, "
-                "or later the completer, continues from the recovery point."
+                "A run holds the key. If that run crashes or hangs, its lock expires at %(time)s."
+                " Then a retry of the client, or later the completer, continues from the recovery"
+                " point."
             )
             return text % {"time": _moment(key.locked_until, now)}
         case KeyState.REFUSED:
             if key.expires_at is None:
-                return _("Nothing was begun. Only a retry of the client runs the request. The key is kept forever.")
-            text = _("Nothing was begun. Only a retry of the client runs the request. The reaper deletes the key at %(time)s.")
-            return text % {"time": _moment(key.expires_at, now)}
-        case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
+                return _(
+                    "Nothing was begun. Only a retry of the client runs the request. The key is"
+                    " kept forever."
+                )
             text = _(
-                "When the running code declares the recovery point, a retry of the client continues, or the completer at "
-                "%(time)s."
+                "Nothing was begun. Only a retry of the client runs the request. The reaper deletes"
+                " the key at %(time)s."
+            )
+            return text % {"time": _moment(key.expires_at, now)}
+        case KeyState.STUCK | KeyState.ACKNOWLEDGED if (
+            key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT
+        ):
+            text = _(
+                "When the running code declares the recovery point, a retry of the client"
+                " continues, or the completer at %(time)s."
             )
             return text % {"time": _moment(max(key.due_at, now), now)}
         case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code in OPEN_TO_RETRIES:
             return _("The completer does not run the request again. A retry of the client runs it.")
         case KeyState.STUCK:
-            return _("Nothing: it waits for a person. A retry of its client is answered 409 key_stuck, and changes nothing.")
+            return _(
+                "Nothing: it waits for a person. A retry of its client is answered 409 key_stuck,"
+                " and changes nothing."
+            )
         case KeyState.ACKNOWLEDGED:
-            return _("Nothing: a person has taken it off the list, and it has no response. A retry is answered 409 key_stuck.")
-    lost = "" if has_view else _("No protected view answers the path now: a run would mark the key as stuck.")
+            return _(
+                "Nothing: a person has taken it off the list, and it has no response. A retry is"
+                " answered 409 key_stuck."
+            )
+    lost = (
+        ""
+        if has_view
+        else _("No protected view answers the path now: a run would mark the key as stuck.")
+    )
     return f"{_next_run(key)} {lost}".strip()
 
 
 def _next_run(key: Any) -> str:
-    """Return a text about the next run of the completer: its time and its number. No run holds the key."""
+    """Return a text about the next run of the completer: its time and its number. No run holds the
+    key."""
     number, limit = key.completer_attempts + 1, conf.get().COMPLETER_MAX_ATTEMPTS
     told = {"time": _moment(key.due_at, key.read_at), "run": _("run %(number)s of %(limit)s")}
     if number > limit:
         used_up = _("all %(limit)s runs are used up: it marks the key as stuck")
-        told["run"] = _("run %(number)s, until on_abandon settles it") if has_on_abandon(key) else used_up
+        told["run"] = (
+            _("run %(number)s, until on_abandon settles it") if has_on_abandon(key) else used_up
+        )
     told["run"] %= {"number": number, "limit": limit}
     if key.state == KeyState.ABANDONED:
-        return _("The completer takes the key in its next pass (%(run)s), unless a retry of the client comes first.") % told
+        return (
+            _(
+                "The completer takes the key in its next pass (%(run)s), unless a retry of the"
+                " client comes first."
+            )
+            % told
+        )
     text = _(
-        "A retry of the client continues the request at once. Without a retry, the completer takes the key at %(time)s "
-        "(%(run)s)."
+        "A retry of the client continues the request at once. Without a retry, the completer takes"
+        " the key at %(time)s (%(run)s)."
     )
     return text % told
 
@@ -254,11 +317,15 @@ def _next_run(key: Any) -> str:
 def _moment(at: datetime, now: datetime) -> str:
     if at <= now:
         return _("%(time)s (now)") % {"time": written(at)}
-    return _("%(time)s (in %(duration)s)") % {"time": written(at), "duration": duration((at - now).total_seconds())}
+    return _("%(time)s (in %(duration)s)") % {
+        "time": written(at),
+        "duration": duration((at - now).total_seconds()),
+    }
 
 
 def facts(key: Any) -> dict[str, Any]:
-    """Return the data about ``key`` for the templates of its page and of each confirmation: state, cause, cure, next step."""
+    """Return the data about ``key`` for the templates of its page and of each confirmation: state,
+    cause, cure, next step."""
     return {
         "heading": heading(key),
         "state_line": state_line(key),
@@ -270,7 +337,8 @@ def facts(key: Any) -> dict[str, Any]:
 
 
 def _last_error(key: IdempotencyKey) -> dict[str, str]:
-    """Return the last error of an unfinished key: its first line, and the whole text if it is longer."""
+    """Return the last error of an unfinished key: its first line, and the whole text if it is
+    longer."""
     line = "" if key.finished_at else first_line_of(key.last_error)
     return {
         "error_line": encodable(line),

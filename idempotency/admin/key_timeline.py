@@ -1,4 +1,5 @@
-"""The timeline of one key: its runs, the events between runs, the lock, and the next run of the completer."""
+"""The timeline of one key: its runs, the events between runs, the lock, and the next run of the
+completer."""
 
 from collections import Counter
 from datetime import datetime, timedelta
@@ -29,7 +30,8 @@ _SHAPES: dict[str, str] = {
 
 
 class KeyTimeline:
-    """The drawing of the events of a key. All times come from the database; positions are seconds since the first event."""
+    """The drawing of the events of a key. All times come from the database; positions are seconds
+    since the first event."""
 
     def __init__(self, key: Any, events: list[Event]) -> None:
         self._key, self._events = key, [event for event in events if event.at is not None]
@@ -38,12 +40,18 @@ class KeyTimeline:
         if self._runs and not self._runs[-1].ending and key.state != KeyState.IN_FLIGHT:
             self._runs[-1].ending = LOST
         self._now = aware(key.read_at)
-        self._begin: datetime = min((event.at for event in self._events if event.at), default=aware(key.created_at))
+        self._begin: datetime = min(
+            (event.at for event in self._events if event.at), default=aware(key.created_at)
+        )
 
     def drawn(self) -> SafeString:
         """Return the drawing; an empty text if all times are equal."""
         rows, now = self._rows(), None if self._key.finished_at else self._at(self._now)
-        ends = [bar.end for row in rows for bar in row.bars] + [mark.at for row in rows for mark in row.marks] + [now or 0]
+        ends = (
+            [bar.end for row in rows for bar in row.bars]
+            + [mark.at for row in rows for mark in row.marks]
+            + [now or 0]
+        )
         end = self._begin + timedelta(seconds=max(ends))
         return draw(
             rows,
@@ -55,19 +63,30 @@ class KeyTimeline:
 
     def _rows(self) -> list[Lane]:
         captions = [
-            _("Run %(number)s, %(by)s: %(course)s") % {"number": number, "by": run.by, "course": self._told(run)}
+            _("Run %(number)s, %(by)s: %(course)s")
+            % {
+                "number": number,
+                "by": run.by,
+                "course": self._told(run),
+            }
             for number, run in enumerate(self._runs, 1)
         ]
-        rows = [Lane(caption, *self._drawn_run(run)) for caption, run in zip(captions, self._runs, strict=True)]
+        rows = [
+            Lane(caption, *self._drawn_run(run))
+            for caption, run in zip(captions, self._runs, strict=True)
+        ]
         if len(rows) > MAX_ROWS:
             rows[_FIRST:-_LAST] = [self._folded(rows[_FIRST:-_LAST])]
         if self._others:
-            marks = tuple(Mark(self._at(event.at), _mark_of(event), event.label) for event in self._others)
+            marks = tuple(
+                Mark(self._at(event.at), _mark_of(event), event.label) for event in self._others
+            )
             rows.append(Lane(_("Between runs"), marks=marks))
         return rows + self._ahead()
 
     def _drawn_run(self, run: LoggedRun) -> tuple[tuple[Stretch, ...], tuple[Mark, ...]]:
-        """Return the bars and the marks of a run. The bar of a call ends at the next event of the run."""
+        """Return the bars and the marks of a run. The bar of a call ends at the next event of the
+        run."""
         begin, last, silent = self._at(run.begin), self._at(run.last), self._silence(run)
         alive = silent if run.ending == "" else last
         events = [*run.events, Event("", "", self._begin + timedelta(seconds=alive), None)]
@@ -76,7 +95,9 @@ class KeyTimeline:
             for event, after in pairwise(events)
             if event.name == HistoryEvent.CALL_BEGUN
         ]
-        marks = [Mark(self._at(event.at), _mark_of(event), _label_of(event)) for event in run.events]
+        marks = [
+            Mark(self._at(event.at), _mark_of(event), _label_of(event)) for event in run.events
+        ]
         bars = [Stretch(begin, alive), *calls]
         if run.ending == LOST:
             bars.append(Stretch(last, silent, "silent"))
@@ -84,8 +105,8 @@ class KeyTimeline:
         return tuple(bars), tuple(marks)
 
     def _silence(self, run: LoggedRun) -> float:
-        """Return the time until which a run without a last event may have held its lock: the expiry of the lock, the next
-        event of the key, or now, whichever is first."""
+        """Return the time until which a run without a last event may have held its lock: the expiry
+        of the lock, the next event of the key, or now, whichever is first."""
         later = [event.at for event in self._events if event.at and event.at > run.last]
         expired = run.last + timedelta(seconds=self._lock_seconds)
         return self._at(min([expired, self._now, *later[:1]]))
@@ -100,19 +121,26 @@ class KeyTimeline:
         if not run.ending:
             return _("running for %(duration)s") % {"duration": lasted}
         ending = f"{lasted}, {event_label(run.ending)}"
-        return f"{ending}, {run.events[-1].detail}" if run.ending == HistoryEvent.FINISHED else ending
+        return (
+            f"{ending}, {run.events[-1].detail}" if run.ending == HistoryEvent.FINISHED else ending
+        )
 
     def _folded(self, rows: list[Lane]) -> Lane:
         runs = self._runs[_FIRST:-_LAST]
         counted = Counter(run.ending for run in runs).items()
         ends = ", ".join(
-            _("%(count)s times %(ending)s") % {"count": count, "ending": event_label(name)} for name, count in counted
+            _("%(count)s times %(ending)s") % {"count": count, "ending": event_label(name)}
+            for name, count in counted
         )
         numbers = {"first": _FIRST + 1, "last": len(self._runs) - _LAST, "endings": ends}
-        return Lane(_("Runs %(first)s to %(last)s: %(endings)s") % numbers, tuple(bar for row in rows for bar in row.bars))
+        return Lane(
+            _("Runs %(first)s to %(last)s: %(endings)s") % numbers,
+            tuple(bar for row in rows for bar in row.bars),
+        )
 
     def _ahead(self) -> list[Lane]:
-        """Return the row for the future: the expiry of the lock, or the next run of the completer."""
+        """Return the row for the future: the expiry of the lock, or the next run of the
+        completer."""
         now = self._at(self._now)
         match self._key.state:
             case KeyState.IN_FLIGHT:
@@ -124,7 +152,9 @@ class KeyTimeline:
                 due = max(now, self._at(self._key.due_at))
                 label = _("Next run, completer: in its next pass")
                 if due > now:
-                    label = _("Next run, completer: in %(duration)s") % {"duration": duration(due - now)}
+                    label = _("Next run, completer: in %(duration)s") % {
+                        "duration": duration(due - now)
+                    }
                 return [Lane(label, marks=(Mark(due, "next", _("due")),))]
         return []
 
@@ -133,10 +163,16 @@ class KeyTimeline:
 
 
 def _mark_of(event: Event) -> str:
-    """Return the shape of an event. An event without a shape of its own is an action of a person."""
+    """Return the shape of an event. An event without a shape of its own is an action of a
+    person."""
     return _SHAPES.get(event.name, "person")
 
 
 def _label_of(event: Event) -> str:
-    """Return the name of a recovery point or a call; for the last event of a run, the label of the event."""
-    return event.detail if event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN) else event.label
+    """Return the name of a recovery point or a call; for the last event of a run, the label of the
+    event."""
+    return (
+        event.detail
+        if event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN)
+        else event.label
+    )

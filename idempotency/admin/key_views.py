@@ -30,7 +30,16 @@ from idempotency.templatetags.idempotency_admin import moment
 
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
-    *("created_at", "last_run_at", "locked_until", "finished_at", "expires_at", "refused_at", "stuck_at", "acknowledged_at"),
+    *(
+        "created_at",
+        "last_run_at",
+        "locked_until",
+        "finished_at",
+        "expires_at",
+        "refused_at",
+        "stuck_at",
+        "acknowledged_at",
+    ),
     *("handed_back_at", "next_run_at"),
 )
 _LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}
@@ -40,13 +49,36 @@ MAX_SUBTITLE = 100
 
 
 class KeyPageAdmin(ReadOnlyAdmin):
-    """The page of one key, and its buttons. A subclass must read the keys with ``state``, ``read_at`` and ``due_at``."""
+    """The page of one key, and its buttons. A subclass must read the keys with ``state``,
+    ``read_at`` and ``due_at``."""
 
     fieldsets: ClassVar[Any] = (
         (None, {"fields": ("error_shown",)}),
-        (_("Request"), {"fields": ("request", "sender", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
+        (
+            _("Request"),
+            {
+                "fields": (
+                    "request",
+                    "sender",
+                    "scope",
+                    "idempotency_key",
+                    "remote_addr",
+                    *_REQUEST_PARTS,
+                )
+            },
+        ),
         (_("Response"), {"fields": ("response_code", "response_headers_shown", "response_shown")}),
-        (_("Runs"), {"fields": (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts", "hangs")}),
+        (
+            _("Runs"),
+            {
+                "fields": (
+                    *(f"{name}_shown" for name in _TIMES),
+                    "attempts",
+                    "completer_attempts",
+                    "hangs",
+                )
+            },
+        ),
     )
 
     class Media:
@@ -67,7 +99,11 @@ class KeyPageAdmin(ReadOnlyAdmin):
             return self.fieldsets
         kept, empty = [], []
         for title, options in self.fieldsets:
-            fields = [name for name in options["fields"] if name != "error_shown" or not key_page.is_error_on_top(obj)]
+            fields = [
+                name
+                for name in options["fields"]
+                if name != "error_shown" or not key_page.is_error_on_top(obj)
+            ]
             full = [name for name in fields if self._has_value(name, obj)]
             empty += [name for name in fields if name not in full]
             kept += [(title, {"fields": full})] if full else []
@@ -83,8 +119,13 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("user"))
     def sender(self, key: Any) -> str:
-        """Return the name and the id of the user; only the id if the user is deleted; empty without a user."""
-        return f"{key.sent_by.get_username()} ({key.user_id})" if key.sent_by else str(key.user_id or "")
+        """Return the name and the id of the user; only the id if the user is deleted; empty without
+        a user."""
+        return (
+            f"{key.sent_by.get_username()} ({key.user_id})"
+            if key.sent_by
+            else str(key.user_id or "")
+        )
 
     @admin.display(description=_("last error"))
     def error_shown(self, key: IdempotencyKey) -> SafeString:
@@ -98,7 +139,9 @@ class KeyPageAdmin(ReadOnlyAdmin):
     def request_shown(self, key: IdempotencyKey) -> SafeString:
         if not has_headers(key):  # The request of a plain view.
             return preformatted("")
-        return preformatted(gettext("(not kept)") if key.request_body is None else pretty(key.request_params))
+        return preformatted(
+            gettext("(not kept)") if key.request_body is None else pretty(key.request_params)
+        )
 
     @admin.display(description=_("headers"))
     def response_headers_shown(self, key: IdempotencyKey) -> SafeString:
@@ -117,15 +160,22 @@ class KeyPageAdmin(ReadOnlyAdmin):
         except (ValueError, RecursionError):
             return preformatted(text)
 
-    def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
-        """Show the state of the key, its history, its next step, and the buttons that the person may press."""
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Show the state of the key, its history, its next step, and the buttons that the person
+        may press."""
         key = context["original"]
         events = history_of(key)
-        # Read before the calls that the page shows: if a call begins in between, the button reports that the key has changed.
+        # Read before the calls that the page shows: if a call begins in between, the button reports
+        # that the key has changed.
         looked = urlencode(looked_at(key, self._alias(key)))
         context |= {
             **key_page.facts(key),
-            "subtitle": cut(encodable(f"{key.request_method} {key.request_path.partition('?')[0]}"), MAX_SUBTITLE),
+            "subtitle": cut(
+                encodable(f"{key.request_method} {key.request_path.partition('?')[0]}"),
+                MAX_SUBTITLE,
+            ),
             "line": key_page.line(key, key.declared),
             "events": events,
             "timeline": KeyTimeline(key, events).drawn(),
@@ -148,20 +198,27 @@ class KeyPageAdmin(ReadOnlyAdmin):
         linked = belongings.belongings(key, self.admin_site, request, using=self._alias(key))
         return JsonResponse(copying.as_json(key, linked), json_dumps_params={"indent": 2})
 
-    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
-        """Return the key with its declared recovery points and the user who sent it, for its page."""
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        """Return the key with its declared recovery points and the user who sent it, for its
+        page."""
         key: Any = super().get_object(request, object_id, from_field)
         if key is not None:
             key.declared = key_page.DeclaredPoints().of(key)
-            key.sent_by = get_user_model()._default_manager.filter(pk=key.user_id).first() if key.user_id else None
+            key.sent_by = (
+                get_user_model()._default_manager.filter(pk=key.user_id).first()
+                if key.user_id
+                else None
+            )
         return key
 
     def _alias(self, key: IdempotencyKey) -> str:
         return router.db_for_write(IdempotencyKey, instance=key)
 
     def press_view(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
-        """Show the confirmation of a button. If the person confirms, perform the action, write the admin log, and redirect to
-        the page of the key."""
+        """Show the confirmation of a button. If the person confirms, perform the action, write the
+        admin log, and redirect to the page of the key."""
         button = BUTTONS.get(name)
         if button is None:
             raise Http404
@@ -170,29 +227,53 @@ class KeyPageAdmin(ReadOnlyAdmin):
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
-        page = reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=(pk,))
+        page = reverse(
+            f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change",
+            args=(pk,),
+        )
         # The data as the page with the button showed it, not the present data.
         looked = {name: request.GET.get(name) for name in ("seen", "at", "calls")}
         if request.method == "GET" and looked != looked_at(key, self._alias(key)):
             self.message_user(request, TOO_LATE, messages.WARNING)
             return HttpResponseRedirect(page)
-        template = answering.template_for(key, self.get_queryset(request)) if name == "answer" else None
-        filled = answering.filled_in(template) if template is not None and "template" in request.GET else {}
+        template = (
+            answering.template_for(key, self.get_queryset(request)) if name == "answer" else None
+        )
+        filled = (
+            answering.filled_in(template)
+            if template is not None and "template" in request.GET
+            else {}
+        )
         form = button.form(request.POST or None, initial=looked | filled)
         if request.method == "POST" and form.is_valid() and not form.asks_again():
-            level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
+            level, text, logged = button.press(
+                key, form.cleaned_data, username(request), self._alias(key)
+            )
             if logged:
                 self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
             self.message_user(request, str(text), level)
             return HttpResponseRedirect(page)
-        question = {"title": button.label, "name": name, "button": button, "form": form, "page": page, "template": template}
-        return self._ask(request, key, question | {"filled": bool(filled), "looked_at": urlencode(looked)})
+        question = {
+            "title": button.label,
+            "name": name,
+            "button": button,
+            "form": form,
+            "page": page,
+            "template": template,
+        }
+        return self._ask(
+            request, key, question | {"filled": bool(filled), "looked_at": urlencode(looked)}
+        )
 
-    # A view must not run inside a transaction, and a later error of the page must not undo the action of the button.
+    # A view must not run inside a transaction, and a later error of the page must not undo the
+    # action of the button.
     press_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
 
-    def _ask(self, request: HttpRequest, key: IdempotencyKey, question: dict[str, Any]) -> HttpResponse:
-        """Return the confirmation of a button, with the facts that the person needs for the decision."""
+    def _ask(
+        self, request: HttpRequest, key: IdempotencyKey, question: dict[str, Any]
+    ) -> HttpResponse:
+        """Return the confirmation of a button, with the facts that the person needs for the
+        decision."""
         form = question["form"]
         shown = {
             "opts": self.opts,
@@ -201,12 +282,18 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "request_line": self.request(key),
             "request_body": self.request_shown(key),
             "sender": self.sender(key),
-            "preview": form.preview(question["template"]) if isinstance(form, answering.AnswerFields) else None,
+            "preview": (
+                form.preview(question["template"])
+                if isinstance(form, answering.AnswerFields)
+                else None
+            ),
             **key_page.facts(key),
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         template = "admin/idempotency/idempotencykey/press.html"
-        return TemplateResponse(request, template, self.admin_site.each_context(request) | shown | question)
+        return TemplateResponse(
+            request, template, self.admin_site.each_context(request) | shown | question
+        )
 
 
 def _shown(name: str) -> Callable[[KeyPageAdmin, IdempotencyKey], str]:
@@ -214,7 +301,8 @@ def _shown(name: str) -> Callable[[KeyPageAdmin, IdempotencyKey], str]:
 
     @admin.display(description=_LABELS[name])
     def shown(self: KeyPageAdmin, key: IdempotencyKey) -> str:
-        # A key that the completer has finished keeps the time of its next run, which was planned in case of failure.
+        # A key that the completer has finished keeps the time of its next run, which was planned in
+        # case of failure.
         return moment(None if name == "next_run_at" and key.finished_at else getattr(key, name))
 
     return shown

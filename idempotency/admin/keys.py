@@ -57,10 +57,29 @@ _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history"
 class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     """The list of keys with its actions, and the dashboard."""
 
-    list_display = ("id", "request_line", "state", "status", "progress", "age", "attempts", "trouble", "sender")
+    list_display = (
+        "id",
+        "request_line",
+        "state",
+        "status",
+        "progress",
+        "age",
+        "attempts",
+        "trouble",
+        "sender",
+    )
     list_filter = (
-        *(StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter, PathFilter, StatusFilter, MineFilter),
-        *(RequestGroupFilter, ErrorGroupFilter),  # Last, because they read the keys that the other filters select.
+        *(
+            StateFilter,
+            AgeFilter,
+            StuckCodeFilter,
+            RecoveryPointFilter,
+            PathFilter,
+            StatusFilter,
+            MineFilter,
+        ),
+        # Last, because they read the keys that the other filters select.
+        *(RequestGroupFilter, ErrorGroupFilter),
     )
     sortable_by = ("age",)
     bulk = (HandBack(), Acknowledge())
@@ -78,7 +97,8 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         return own + super().get_urls()
 
     def get_queryset(self, request: HttpRequest) -> Any:
-        """Return the keys with ``state``, ``read_at`` (the database's time) and ``due_at``. The list defers large columns."""
+        """Return the keys with ``state``, ``read_at`` (the database's time) and ``due_at``. The
+        list defers large columns."""
         keys: Any = super().get_queryset(request)
         keys = keys.with_state().annotate(read_at=Now(), due_at=due_at())
         match = request.resolver_match
@@ -86,19 +106,29 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             keys = keys.defer(*_LARGE_COLUMNS)
         return keys
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
         """Return the keys that ``admin.search`` finds."""
-        return (search(queryset, search_term, self.admin_site, request) if search_term else queryset), False
+        return (
+            search(queryset, search_term, self.admin_site, request) if search_term else queryset
+        ), False
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
         """Return the order of the list: the oldest first for stuck keys, else the newest first."""
         return ("created_at", "pk") if request.GET.get("state") == "stuck" else ("-created_at",)
 
-    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
         """Show the list, with the saved views and the link to the CSV file of the listed keys."""
-        csv_url = f"{reverse(f'{self.admin_site.name}:idempotency_keys_csv')}?{request.GET.urlencode()}"
+        csv_url = (
+            f"{reverse(f'{self.admin_site.name}:idempotency_keys_csv')}?{request.GET.urlencode()}"
+        )
         views = [(label, f"?{urlencode(query)}") for label, query in SAVED_VIEWS]
-        return super().changelist_view(request, {"saved_views": views, "csv_url": csv_url} | (extra_context or {}))
+        return super().changelist_view(
+            request, {"saved_views": views, "csv_url": csv_url} | (extra_context or {})
+        )
 
     def csv_view(self, request: HttpRequest) -> HttpResponse:
         """Return a CSV file with the keys that the filters and the search of the query select."""
@@ -107,13 +137,18 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         try:
             return csv_of(admin.ModelAdmin.get_changelist_instance(self, request).queryset)
         except IncorrectLookupParameters:
-            return HttpResponseRedirect(reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist"))
+            return HttpResponseRedirect(
+                reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist")
+            )
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
-        """Return the list, whose keys have their declared recovery points and senders. All senders take one query."""
+        """Return the list, whose keys have their declared recovery points and senders. All senders
+        take one query."""
         changelist = super().get_changelist_instance(request)
         keys, points = list(changelist.result_list), key_page.DeclaredPoints()
-        users = get_user_model()._default_manager.in_bulk({key.user_id for key in keys if key.user_id is not None})
+        users = get_user_model()._default_manager.in_bulk(
+            {key.user_id for key in keys if key.user_id is not None}
+        )
         for key in keys:
             key.declared, key.sent_by = points.of(key), users.get(key.user_id)
         changelist.result_list = keys
@@ -141,22 +176,38 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     @admin.display(description=_("stuck because, last error"))
     def trouble(self, key: Any) -> SafeString:
-        """Return the stuck code and the first line of the reason, or else of the last error; empty for a finished key."""
+        """Return the stuck code and the first line of the reason, or else of the last error; empty
+        for a finished key."""
         text = "" if key.finished_at else key.stuck_reason or key.last_error
         line = format_html("{}", first_line_of(text))
         if text:
             page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist")
             query = urlencode(
-                {"state": "stuck" if key.state == KeyState.STUCK else "unfinished", "error_group": group_of(text)}
+                {
+                    "state": "stuck" if key.state == KeyState.STUCK else "unfinished",
+                    "error_group": group_of(text),
+                }
             )
             title = gettext("Keys with the same error")
             line = format_html('<a href="{}?{}" title="{}">{}</a>', page, query, title, line)
-        return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else line
+        return (
+            format_html("<strong>{}</strong><br>{}", key.stuck_code, line)
+            if key.stuck_code
+            else line
+        )
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show the dashboard."""
         if not self.has_view_permission(request):
             return refused(self, request)
-        context = {"title": gettext("Idempotency dashboard"), "opts": self.opts, **dashboard.numbers(request, self)}
+        context = {
+            "title": gettext("Idempotency dashboard"),
+            "opts": self.opts,
+            **dashboard.numbers(request, self),
+        }
         template = "admin/idempotency/dashboard.html"
-        return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)
+        return TemplateResponse(
+            request,
+            template,
+            self.admin_site.each_context(request) | {"media": self.media} | context,
+        )

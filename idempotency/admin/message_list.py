@@ -12,7 +12,15 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._records import HOOKS_FAILED
 from idempotency._text import summary
-from idempotency.admin.filters import MAX_GROUPED, NEWEST, AgeFilter, ChosenFilter, newest, of_the_newest, row_id
+from idempotency.admin.filters import (
+    MAX_GROUPED,
+    NEWEST,
+    AgeFilter,
+    ChosenFilter,
+    newest,
+    of_the_newest,
+    row_id,
+)
 from idempotency.admin.reading import ReadOnlyAdmin
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage
 
@@ -40,7 +48,9 @@ class InDoubtFilter(admin.SimpleListFilter):
         if self.value() != "unknown":
             return queryset
         keys: Any = IdempotencyKey.objects.using(queryset.db)
-        unfinished = keys.unfinished().order_by("created_at").values_list("pk", flat=True)[:MAX_GROUPED]
+        unfinished = (
+            keys.unfinished().order_by("created_at").values_list("pk", flat=True)[:MAX_GROUPED]
+        )
         return queryset.filter(recorded_at__isnull=True, key__in=list(unfinished))
 
 
@@ -52,10 +62,15 @@ class DownstreamCallAdmin(ReadOnlyAdmin):
     list_filter = (InDoubtFilter, CallNameFilter)
     ordering = ("-id",)
     search_fields = ("name",)
-    search_help_text = of_the_newest(_("The id of the row of a key, or the name of a call among the {count} newest."))
+    search_help_text = of_the_newest(
+        _("The id of the row of a key, or the name of a call among the {count} newest.")
+    )
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        """Return the calls of the key whose row has this id, through an index, or the newest calls with this name."""
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Return the calls of the key whose row has this id, through an index, or the newest calls
+        with this name."""
         if not search_term:
             return queryset, False
         if (pk := row_id(search_term)) is not None:
@@ -111,8 +126,11 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
     search_fields = ("message_id",)
     search_help_text = _("The whole id of a message, or the id of its row.")
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        """Return the messages with this id, of any source, at most MAX_GROUPED, and the message whose row has this id."""
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Return the messages with this id, of any source, at most MAX_GROUPED, and the message
+        whose row has this id."""
         if not search_term:
             return queryset, False
         messages = ProcessedMessage.objects.using(queryset.db).filter(message_id=search_term)

@@ -1,4 +1,5 @@
-"""The base class of the lists and pages, for read-only rows in large tables, and functions that all pages share."""
+"""The base class of the lists and pages, for read-only rows in large tables, and functions that all
+pages share."""
 
 import json
 from contextlib import suppress
@@ -23,7 +24,8 @@ from idempotency.admin.refusals import refused
 
 #: The first page of a list and the confirmation of an action count at most this many rows.
 MAX_COUNT = 5000
-#: The pages of a list cover at most this many rows, because each page reads the rows of all pages before it.
+#: The pages of a list cover at most this many rows, because each page reads the rows of all pages
+#: before it.
 MAX_DEPTH = 100_000
 MAX_SHOWN_CHARACTERS = 20_000
 
@@ -38,10 +40,12 @@ class AtLeast(int):
 
 
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
-    """A paginator that counts a limited number of rows, because to count a million rows takes longer than to show fifty.
+    """A paginator that counts a limited number of rows, because to count a million rows takes
+    longer than to show fifty.
 
-    The first page counts MAX_COUNT rows. A later page counts at least MAX_COUNT rows beyond the pages before it, up to
-    MAX_DEPTH rows in all. Filters and the search reach the rows beyond MAX_DEPTH.
+    The first page counts MAX_COUNT rows. A later page counts at least MAX_COUNT rows beyond the
+    pages before it, up to MAX_DEPTH rows in all. Filters and the search reach the rows beyond
+    MAX_DEPTH.
     """
 
     page_number = 1
@@ -64,7 +68,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     actions: Any = None
     paginator = BoundedPaginator
     show_full_result_count = False
-    show_facets = admin.ShowFacets.NEVER  # Facets count the whole table once for each choice of a filter.
+    # Facets count the whole table once for each choice of a filter.
+    show_facets = admin.ShowFacets.NEVER
     sortable_by: ClassVar[Any] = ()
     list_per_page = 50
     list_max_show_all = 100  # The ids of all these rows fit into the URL of a confirmation.
@@ -89,24 +94,33 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         return paginator
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        """Return whether ``lookup`` is a filter of the list. Others could read the whole table, or fail in the database."""
+        """Return whether ``lookup`` is a filter of the list. Others could read the whole table, or
+        fail in the database."""
         return lookup in {getattr(chosen, "parameter_name", None) for chosen in self.list_filter}
 
-    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Show the list; without the permission, show which permission is missing and which groups have it."""
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show the list; without the permission, show which permission is missing and which groups
+        have it."""
         if not self.has_view_permission(request):
             return refused(self, request)
         return super().changelist_view(request, extra_context)
 
-    def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> HttpResponse:
-        """Show a row; without the permission, show which permission is missing and which groups have it."""
+    def change_view(
+        self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Show a row; without the permission, show which permission is missing and which groups
+        have it."""
         if not self.has_view_permission(request):
             return refused(self, request)
         return super().change_view(request, object_id, *args, **kwargs)
 
     def holds(self, request: HttpRequest, permission: str) -> bool:
         """Return whether the person has this permission of the app, and may view the rows."""
-        return self.has_view_permission(request) and request.user.has_perm(f"{self.opts.app_label}.{permission}")
+        return self.has_view_permission(request) and request.user.has_perm(
+            f"{self.opts.app_label}.{permission}"
+        )
 
     def key_link(self, pk: int) -> str:
         """Return the id of a key, as a link to its page if this admin has one."""
@@ -140,7 +154,9 @@ def preformatted(text: str) -> SafeString:
     """Return ``text`` with its line breaks, cut at MAX_SHOWN_CHARACTERS."""
     shown = text
     if len(text) > MAX_SHOWN_CHARACTERS:
-        length = ngettext("(%(count)s character)", "(%(count)s characters)", len(text)) % {"count": len(text)}
+        length = ngettext("(%(count)s character)", "(%(count)s characters)", len(text)) % {
+            "count": len(text)
+        }
         shown = f"{text[:MAX_SHOWN_CHARACTERS]}\n… {length}"
     return format_html('<pre class="idem-text">{}</pre>', encodable(shown))
 
@@ -151,15 +167,19 @@ def encodable(text: str) -> str:
 
 
 def may_view(site: AdminSite, request: HttpRequest, model: type[Model]) -> bool:
-    """Return whether the person may view the rows of a model, which need not be registered in the admin."""
+    """Return whether the person may view the rows of a model, which need not be registered in the
+    admin."""
     if (row_admin := site._registry.get(model)) is not None:
         return bool(row_admin.has_view_permission(request))
-    return request.user.has_perm(f"{model._meta.app_label}.{get_permission_codename('view', model._meta)}")
+    return request.user.has_perm(
+        f"{model._meta.app_label}.{get_permission_codename('view', model._meta)}"
+    )
 
 
 def viewable(site: AdminSite, request: HttpRequest, model: type[Model]) -> Any:
-    """Return the rows of a model that the person may view, or None without the permission. If the model is registered in the
-    admin, these are the rows that ``get_queryset`` of its admin returns."""
+    """Return the rows of a model that the person may view, or None without the permission. If the
+    model is registered in the admin, these are the rows that ``get_queryset`` of its admin
+    returns."""
     if not may_view(site, request, model):
         return None
     row_admin = site._registry.get(model)
@@ -167,10 +187,13 @@ def viewable(site: AdminSite, request: HttpRequest, model: type[Model]) -> Any:
 
 
 def admin_url(site: AdminSite, request: HttpRequest, model: type[Model], pk: Any) -> str:
-    """Return the URL of a row's page in the admin; "" if there is no such page, or if the person may not view the row."""
+    """Return the URL of a row's page in the admin; "" if there is no such page, or if the person
+    may not view the row."""
     if model not in site._registry or not may_view(site, request, model):
         return ""
     try:
-        return reverse(f"{site.name}:{model._meta.app_label}_{model._meta.model_name}_change", args=(pk,))
+        return reverse(
+            f"{site.name}:{model._meta.app_label}_{model._meta.model_name}_change", args=(pk,)
+        )
     except NoReverseMatch:
         return ""

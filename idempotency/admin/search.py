@@ -1,7 +1,9 @@
-"""The search of the list of keys. Each kind of term is searched in a bounded number of rows, or through an index.
+"""The search of the list of keys. Each kind of term is searched in a bounded number of rows, or
+through an index.
 
-No index begins with the value of the key, and another index would cost each request a write. Therefore a prefix of a value is
-searched only among the unfinished keys and the newest keys. A whole value is searched in all keys.
+No index begins with the value of the key, and another index would cost each request a write.
+Therefore a prefix of a value is searched only among the unfinished keys and the newest keys. A
+whole value is searched in all keys.
 """
 
 from collections.abc import Iterator
@@ -25,42 +27,56 @@ from idempotency.scopes import PROJECT_PREFIX
 MIN_PREFIX = 4
 HELP = of_the_newest(
     _(
-        "Search by: the idempotency key; its first {least} or more characters (unfinished keys and the {count} newest); the "
-        "id of the row; a scope such as user:7; a user name; the e-mail address of a user, if you may view users; the id of a "
-        "staged job; the search fields of linked models (their {count} newest rows)."
+        "Search by: the idempotency key; its first {least} or more characters (unfinished keys and"
+        " the {count} newest); the id of the row; a scope such as user:7; a user name; the e-mail"
+        " address of a user, if you may view users; the id of a staged job; the search fields of"
+        " linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
 )
-#: The maximum number of keys that one query returns for a whole value, for a prefix, or for the rows of a linked model.
+#: The maximum number of keys that one query returns for a whole value, for a prefix, or for the
+#: rows of a linked model.
 MAX_FOUND = 200
 
 
 def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest) -> QuerySet[Any]:
-    """Return those of ``keys`` that ``term`` finds. The values of keys are case-sensitive, as they are for requests."""
+    """Return those of ``keys`` that ``term`` finds. The values of keys are case-sensitive, as they
+    are for requests."""
     if "\0" in term:
         return keys.none()  # PostgreSQL rejects NUL.
     every: Any = IdempotencyKey.objects.using(keys.db)
-    found: set[int | None] = {*every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]}
+    found: set[int | None] = {
+        *every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]
+    }
     if not found and len(term) >= MIN_PREFIX:
         found.update(_by_prefix(every, term))
     found.add(row_id(term))
     with suppress(ValueError):
-        found.update(StagedJob.objects.using(keys.db).filter(pk=UUID(term)).values_list("idempotency_key_id", flat=True))
+        found.update(
+            StagedJob.objects.using(keys.db)
+            .filter(pk=UUID(term))
+            .values_list("idempotency_key_id", flat=True)
+        )
     found.update(_by_linked_rows(term, site, request, keys.db))
     scopes = [term, PROJECT_PREFIX + term, *(f"user:{pk}" for pk in _users(term, site, request))]
     return keys.filter(Q(pk__in=found - {None}) | Q(scope__in=scopes))
 
 
 def _by_prefix(keys: Any, term: str) -> Iterator[int]:
-    beginning = keys.filter(idempotency_key__startswith=term).order_by("-created_at").values_list("pk", "idempotency_key")
+    beginning = (
+        keys.filter(idempotency_key__startswith=term)
+        .order_by("-created_at")
+        .values_list("pk", "idempotency_key")
+    )
     for pk, key in (*beginning.unfinished()[:MAX_FOUND], *newest(beginning, NEWEST)[:MAX_FOUND]):
         if key.startswith(term):  # The LIKE of SQLite ignores case.
             yield pk
 
 
 def _users(term: str, site: AdminSite, request: HttpRequest) -> list[Any]:
-    """Return the ids of at most ten users with this name, which the list shows, and of ten users with this e-mail address, if
-    the person may view these users. The keys are searched by the scopes of the users."""
+    """Return the ids of at most ten users with this name, which the list shows, and of ten users
+    with this e-mail address, if the person may view these users. The keys are searched by the
+    scopes of the users."""
     users: Any = get_user_model()
     named = [users._default_manager.filter(**{users.USERNAME_FIELD: term})]
     if "@" in term and (visible := viewable(site, request, users)) is not None:
@@ -70,13 +86,22 @@ def _users(term: str, site: AdminSite, request: HttpRequest) -> list[Any]:
 
 
 def _by_linked_rows(term: str, site: AdminSite, request: HttpRequest, using: str) -> Iterator[int]:
-    """Yield the ids of the keys of linked rows. The linked model's admin searches those rows that the person may view."""
+    """Yield the ids of the keys of linked rows. The linked model's admin searches those rows that
+    the person may view."""
     for model, foreign_key, rows_at in linked_models(using):
         name = foreign_key.name
         row_admin = site._registry.get(model)
-        if row_admin is None or not row_admin.has_view_permission(request) or not row_admin.get_search_fields(request):
+        if (
+            row_admin is None
+            or not row_admin.has_view_permission(request)
+            or not row_admin.get_search_fields(request)
+        ):
             continue
         with suppress(FieldError, ValueError):
-            rows = newest(row_admin.get_queryset(request).using(rows_at).exclude(**{name: None}), NEWEST, by="pk")
+            rows = newest(
+                row_admin.get_queryset(request).using(rows_at).exclude(**{name: None}),
+                NEWEST,
+                by="pk",
+            )
             rows, _ = row_admin.get_search_results(request, rows, term)
             yield from rows.order_by().values_list(name, flat=True)[:MAX_FOUND]

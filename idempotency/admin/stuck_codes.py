@@ -8,7 +8,8 @@ from django.utils.translation import gettext_lazy as _
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The explanation of a stuck code: its cause, its cure, and the name of the recommended button in ``actions.BUTTONS``."""
+    """The explanation of a stuck code: its cause, its cure, and the name of the recommended button
+    in ``actions.BUTTONS``."""
 
     cause: str | Promise
     cure: str | Promise
@@ -22,44 +23,54 @@ class Explanation:
 
 #: A part of the explanation of each action that runs a request again.
 LAST_CALL = _(
-    "If the page of a key shows a last call, that call may be made again with its former key. The service may have "
-    "forgotten that key, so check the service first. If the call took effect, do the missing steps by hand and answer the key."
+    "If the page of a key shows a last call, that call may be made again with its former key. The"
+    " service may have forgotten that key, so check the service first. If the call took effect, do"
+    " the missing steps by hand and answer the key."
 )
 
 STUCK_CODES = {
     "attempts_exhausted": Explanation(
         _("The completer ran the request until its attempts were used up. Each run failed."),
         _(
-            "Read the last error and correct its cause. If the page shows a last call, check that service: it may have "
-            "forgotten the key of the call. If the call took effect, do the missing steps by hand and answer the key. If it "
-            "did not, complete the key: its attempts are counted from zero again."
+            "Read the last error and correct its cause. If the page shows a last call, check that"
+            " service: it may have forgotten the key of the call. If the call took effect, do the"
+            " missing steps by hand and answer the key. If it did not, complete the key: its"
+            " attempts are counted from zero again."
         ),
         "complete",
     ),
     "hung": Explanation(
         _(
-            "Three runs of the completer hung: they made no progress until their lease had ended twice. The last error names "
-            "the place in the code."
+            "Three runs of the completer hung: they made no progress until their lease had ended"
+            " twice. The last error names the place in the code."
         ),
         _(
-            "Give the call at that place a time limit, and deploy. Then complete the key: before that, it would hang here too. "
-            "If the page shows a last call, check that service first: it may have forgotten the key of the call. If the call "
-            "took effect, do the missing steps by hand and answer the key."
+            "Give the call at that place a time limit, and deploy. Then complete the key: before"
+            " that, it would hang here too. If the page shows a last call, check that service"
+            " first: it may have forgotten the key of the call. If the call took effect, do the"
+            " missing steps by hand and answer the key."
         ),
         "complete",
     ),
     "call_in_doubt": Explanation(
         _("A call to a service without idempotency keys was begun, and its result is unknown."),
         _(
-            "Check that service. If the call took effect, answer the key with the result. If it did not, answer the key with "
-            "an error such as 409; the client may then send a new request. If the page of the key shows a recorded result of "
-            "the call, complete the key."
+            "Check that service. If the call took effect, answer the key with the result. If it did"
+            " not, answer the key with an error such as 409; the client may then send a new"
+            " request. If the page of the key shows a recorded result of the call, complete the"
+            " key."
         ),
         "answer",
     ),
     "downstream_key_expired": Explanation(
-        _("The downstream service may have forgotten the key of an earlier call. Another call could repeat the work."),
-        _("Check that service, then answer the key as for call_in_doubt. Completing the key would stop at the same place."),
+        _(
+            "The downstream service may have forgotten the key of an earlier call. Another call"
+            " could repeat the work."
+        ),
+        _(
+            "Check that service, then answer the key as for call_in_doubt. Completing the key would"
+            " stop at the same place."
+        ),
         "answer",
     ),
     "view_gave_up": Explanation(
@@ -68,70 +79,91 @@ STUCK_CODES = {
         "complete",
     ),
     "transaction_ended": Explanation(
-        _("The view ended the transaction of a phase with COMMIT or ROLLBACK. The writes of that phase may be committed."),
+        _(
+            "The view ended the transaction of a phase with COMMIT or ROLLBACK. The writes of that"
+            " phase may be committed."
+        ),
         _("Check these writes, then answer the key. Another run could repeat them."),
         "answer",
     ),
     "retention_passed": Explanation(
         _(
-            "The request was not finished within RETENTION_HOURS, and its view has no on_abandon (a function that settles "
-            "overdue requests)."
+            "The request was not finished within RETENTION_HOURS, and its view has no on_abandon (a"
+            " function that settles overdue requests)."
         ),
         _(
-            "The client no longer retries. If the page shows a last call, first check that service: it may have forgotten the "
-            "key of the call, and would repeat the work. If the work is still wanted and not done, complete the key. If not, "
-            "undo what the request did at downstream services, and answer the key."
+            "The client no longer retries. If the page shows a last call, first check that service:"
+            " it may have forgotten the key of the call, and would repeat the work. If the work is"
+            " still wanted and not done, complete the key. If not, undo what the request did at"
+            " downstream services, and answer the key."
         ),
         "complete",
     ),
     "on_abandon": Explanation(
-        _("The on_abandon of the view began and did not finish. Its effects at downstream services may exist."),
         _(
-            "Check those services, do the missing steps by hand, then answer the key. The key cannot be completed, because the "
-            "view would continue from work that was undone."
+            "The on_abandon of the view began and did not finish. Its effects at downstream"
+            " services may exist."
+        ),
+        _(
+            "Check those services, do the missing steps by hand, then answer the key. The key"
+            " cannot be completed, because the view would continue from work that was undone."
         ),
         "answer",
     ),
     "unknown_recovery_point": Explanation(
-        _("The running code does not declare the recovery point of the key: a deploy renamed or removed it."),
-        _("Deploy code that declares the recovery point. The next retry or the completer then continues."),
+        _(
+            "The running code does not declare the recovery point of the key: a deploy renamed or"
+            " removed it."
+        ),
+        _(
+            "Deploy code that declares the recovery point. The next retry or the completer then"
+            " continues."
+        ),
         "complete",
     ),
     "refused_when_rebuilt": Explanation(
         _(
-            "The completer rebuilt the request several times and ran its view. The view refused the request before any work "
-            "was begun. A retry of the client may get another answer than the rebuilt request."
+            "The completer rebuilt the request several times and ran its view. The view refused the"
+            " request before any work was begun. A retry of the client may get another answer than"
+            " the rebuilt request."
         ),
         _(
-            "A retry of the client runs the request. If the rebuilt request lacks data that a middleware adds, let the "
-            "function in the setting PREPARE_REQUEST add the data, and complete the key. Otherwise answer the key."
+            "A retry of the client runs the request. If the rebuilt request lacks data that a"
+            " middleware adds, let the function in the setting PREPARE_REQUEST add the data, and"
+            " complete the key. Otherwise answer the key."
         ),
         "complete",
     ),
     "view_missing": Explanation(
         _("No view that is protected with @idempotent answers the path of the request any more."),
-        _("Deploy a view that answers this path, then complete the key. Or answer the key, then undo what the request did."),
+        _(
+            "Deploy a view that answers this path, then complete the key. Or answer the key, then"
+            " undo what the request did."
+        ),
         "complete",
     ),
     "user_missing": Explanation(
         _(
-            "The sender of the request is deleted, inactive or no longer allowed to send the request. Or the sender is not a "
-            "Django user, and PREPARE_REQUEST set neither request.user nor request.auth."
+            "The sender of the request is deleted, inactive or no longer allowed to send the"
+            " request. Or the sender is not a Django user, and PREPARE_REQUEST set neither"
+            " request.user nor request.auth."
         ),
         _(
-            "The page shows which of these applies. Correct it and complete the key. Or answer the key, so that a late retry "
-            "does not run it, then undo what the request did."
+            "The page shows which of these applies. Correct it and complete the key. Or answer the"
+            " key, so that a late retry does not run it, then undo what the request did."
         ),
         "complete",
     ),
     "body_not_kept": Explanation(
         _(
-            "The body of the request (an upload, or store_body=False) or a credential in its query was not stored, so only its "
-            "client can send the request again. Part of its work is done."
+            "The body of the request (an upload, or store_body=False) or a credential in its query"
+            " was not stored, so only its client can send the request again. Part of its work is"
+            " done."
         ),
         _(
-            "A retry of the client runs the request; completing the key here would stop at the same place. If the client does "
-            "not retry, answer the key, so that a late retry does not run it. Then undo or finish the work by hand."
+            "A retry of the client runs the request; completing the key here would stop at the same"
+            " place. If the client does not retry, answer the key, so that a late retry does not"
+            " run it. Then undo or finish the work by hand."
         ),
         "answer",
     ),

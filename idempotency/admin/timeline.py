@@ -1,7 +1,8 @@
 """Draw a timeline to scale as one inline SVG.
 
-Horizontal places are percentages, so that the drawing fills the width of the page while its text keeps its size. A long gap
-without a run is compressed, and a break sign shows its length. Kinds differ in shape, not only in colour.
+Horizontal places are percentages, so that the drawing fills the width of the page while its text
+keeps its size. A long gap without a run is compressed, and a break sign shows its length. Kinds
+differ in shape, not only in colour.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,9 +19,11 @@ from idempotency._text import duration
 MARGIN = 1.5
 #: The width of a compressed gap, and the maximum width of all compressed gaps together, in percent.
 BREAK_WIDTH, ALL_BREAKS = 8.0, 40.0
-#: The least distance, in percent, at which two events are distinguishable. Shorter distances are widened to it.
+#: The least distance, in percent, at which two events are distinguishable. Shorter distances are
+#: widened to it.
 LEAST_WIDTH = 1.4
-#: The widths in pixels for which labels are placed: a phone, and a wide page. CSS hides ``idem-roomy`` on narrower pages.
+#: The widths in pixels for which labels are placed: a phone, and a wide page. CSS hides
+#: ``idem-roomy`` on narrower pages.
 NARROW, ROOMY = 330, 900
 _CHARACTER = 6.4
 #: If there are more breaks, their lines are drawn only near the axis, not through all rows.
@@ -42,7 +45,8 @@ _SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A span of time, in seconds since the begin. ``kind`` is ``run``, ``call``, ``silent`` (no sign of life) or ``ahead``."""
+    """A span of time, in seconds since the begin. ``kind`` is ``run``, ``call``, ``silent`` (no
+    sign of life) or ``ahead``."""
 
     begin: float
     end: float
@@ -51,7 +55,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An event, in seconds since the begin. ``kind`` is its shape. The label is omitted if it would overlap another label."""
+    """An event, in seconds since the begin. ``kind`` is its shape. The label is omitted if it would
+    overlap another label."""
 
     at: float
     kind: str
@@ -72,16 +77,24 @@ class Lane:
 
 
 class Scale:
-    """The places of times, in percent of the width. ``breaks`` has the place and the seconds of each compressed gap."""
+    """The places of times, in percent of the width. ``breaks`` has the place and the seconds of
+    each compressed gap."""
 
     def __init__(self, times: Iterable[float], busy: Sequence[Stretch]) -> None:
         self._times = sorted(set(times))
         gaps = list(pairwise(self._times))
         lengths = [end - begin for begin, end in gaps]
-        idle = [not any(bar.begin <= begin and end <= bar.end for bar in busy) for begin, end in gaps]
+        idle = [
+            not any(bar.begin <= begin and end <= bar.end for bar in busy) for begin, end in gaps
+        ]
         short = _compressed(lengths, idle)
         width = min(BREAK_WIDTH, ALL_BREAKS / max(1, sum(short)))
-        shares = iter(_shares([length for length, cut in zip(lengths, short, strict=True) if not cut], width * sum(short)))
+        shares = iter(
+            _shares(
+                [length for length, cut in zip(lengths, short, strict=True) if not cut],
+                width * sum(short),
+            )
+        )
         self._places = [MARGIN]
         self.breaks: list[tuple[float, float]] = []
         for length, cut in zip(lengths, short, strict=True):
@@ -92,15 +105,18 @@ class Scale:
 
     def place(self, at: float) -> float:
         """Return the place of a time; between two known times it is interpolated."""
-        for (begin, end), (left, right) in zip(pairwise(self._times), pairwise(self._places), strict=True):
+        for (begin, end), (left, right) in zip(
+            pairwise(self._times), pairwise(self._places), strict=True
+        ):
             if begin <= at <= end:
                 return left + (right - left) * (at - begin) / (end - begin)
         return self._places[-1] if at > self._times[-1] else MARGIN
 
 
 def _compressed(lengths: list[float], idle: list[bool]) -> list[bool]:
-    """Return for each gap whether it is compressed. The shortest idle gaps are kept as long as their sum is at most the time
-    of all runs; longer idle gaps are compressed. Without a run, no gap is compressed."""
+    """Return for each gap whether it is compressed. The shortest idle gaps are kept as long as
+    their sum is at most the time of all runs; longer idle gaps are compressed. Without a run, no
+    gap is compressed."""
     room = sum(length for length, nothing in zip(lengths, idle, strict=True) if not nothing)
     cut = [False] * len(lengths)
     if not room:
@@ -113,24 +129,40 @@ def _compressed(lengths: list[float], idle: list[bool]) -> list[bool]:
 
 
 def _shares(lengths: list[float], taken: float) -> list[float]:
-    """Return the widths of the gaps that are not compressed, to scale. Widths below LEAST_WIDTH are increased, and the others
-    are reduced. The compressed gaps take ``taken`` percent."""
+    """Return the widths of the gaps that are not compressed, to scale. Widths below LEAST_WIDTH are
+    increased, and the others are reduced. The compressed gaps take ``taken`` percent."""
     room = 100 - 2 * MARGIN - taken
     least = min(LEAST_WIDTH, room / max(1, len(lengths)) / 2)
     wide = list(range(len(lengths)))
     while wide:
-        left, total = room - least * (len(lengths) - len(wide)), sum(lengths[index] for index in wide)
+        left, total = (
+            room - least * (len(lengths) - len(wide)),
+            sum(lengths[index] for index in wide),
+        )
         fitting = [index for index in wide if lengths[index] * left >= least * total]
         if len(fitting) == len(wide):
-            return [lengths[index] * left / total if index in set(wide) else least for index in range(len(lengths))]
+            return [
+                lengths[index] * left / total if index in set(wide) else least
+                for index in range(len(lengths))
+            ]
         wide = fitting
     return [least] * len(lengths)
 
 
-def draw(rows: Sequence[Lane], *, now: float | None, axis: tuple[str, str], summary: str, described_by: str) -> SafeString:
-    """Return the SVG; empty if all times are equal. ``described_by`` is the id of an element with the same events as text."""
+def draw(
+    rows: Sequence[Lane],
+    *,
+    now: float | None,
+    axis: tuple[str, str],
+    summary: str,
+    described_by: str,
+) -> SafeString:
+    """Return the SVG; empty if all times are equal. ``described_by`` is the id of an element with
+    the same events as text."""
     bars = [bar for row in rows for bar in row.bars]
-    times = [time for bar in bars for time in (bar.begin, bar.end)] + [mark.at for row in rows for mark in row.marks]
+    times = [time for bar in bars for time in (bar.begin, bar.end)] + [
+        mark.at for row in rows for mark in row.marks
+    ]
     times += [now] if now is not None else []
     if not times or min(times) == max(times):
         return SafeString("")
@@ -140,8 +172,9 @@ def draw(rows: Sequence[Lane], *, now: float | None, axis: tuple[str, str], summ
         drawn.append(_row(row, scale, height))
         height += row.height
     return format_html(
-        '<svg class="idem-timeline" width="100%" height="{}" role="img" aria-labelledby="idem-timeline-title" '
-        'aria-describedby="{}" focusable="false"><title id="idem-timeline-title">{}</title>{}{}{}{}</svg>',
+        '<svg class="idem-timeline" width="100%" height="{}" role="img"'
+        ' aria-labelledby="idem-timeline-title" aria-describedby="{}" focusable="false"><title'
+        ' id="idem-timeline-title">{}</title>{}{}{}{}</svg>',
         height + _AXIS,
         described_by,
         summary,
@@ -153,18 +186,26 @@ def draw(rows: Sequence[Lane], *, now: float | None, axis: tuple[str, str], summ
 
 
 _HATCH = SafeString(
-    '<defs><pattern id="idem-hatch" patternUnits="userSpaceOnUse" width="6" height="6" patternTransform="rotate(45)">'
-    '<path class="idem-hatch" d="M1.5 0v6"/></pattern></defs>'
+    '<defs><pattern id="idem-hatch" patternUnits="userSpaceOnUse" width="6" height="6"'
+    ' patternTransform="rotate(45)"><path class="idem-hatch" d="M1.5 0v6"/></pattern></defs>'
 )
 
 
 def _row(row: Lane, scale: Scale, top: int) -> SafeString:
-    parts = [format_html('<text class="idem-caption" x="0" y="{}">{}</text>', top + _LABEL, row.label)]
+    parts = [
+        format_html('<text class="idem-caption" x="0" y="{}">{}</text>', top + _LABEL, row.label)
+    ]
     for bar in row.bars:
         left = scale.place(bar.begin)
         kind, width = bar.kind, max(0.3, scale.place(bar.end) - left)
         box = (f"{left:.2f}%", top + _BAR, f"{width:.2f}%")
-        parts.append(format_html('<rect class="idem-span-{}" x="{}" y="{}" width="{}" height="12" rx="2"/>', kind, *box))
+        parts.append(
+            format_html(
+                '<rect class="idem-span-{}" x="{}" y="{}" width="{}" height="12" rx="2"/>',
+                kind,
+                *box,
+            )
+        )
     parts += [_shape(mark, scale, top + _BAR + 6) for mark in row.marks]
     labels = [(scale.place(mark.at), mark.label) for mark in row.marks if mark.label]
     return _joined([*parts, *_labels(labels, top + _NOTE)])
@@ -172,7 +213,8 @@ def _row(row: Lane, scale: Scale, top: int) -> SafeString:
 
 def _shape(mark: Mark, scale: Scale, y: int) -> SafeString:
     return format_html(
-        '<svg x="{}%" y="{}" overflow="visible"><path class="idem-mark idem-mark-{}" d="{}"><title>{}</title></path></svg>',
+        '<svg x="{}%" y="{}" overflow="visible"><path class="idem-mark idem-mark-{}"'
+        ' d="{}"><title>{}</title></path></svg>',
         f"{scale.place(mark.at):.2f}",
         y,
         mark.kind,
@@ -186,12 +228,21 @@ def _guides(scale: Scale, now: float | None, bottom: int) -> SafeString:
     top = _TOP if len(scale.breaks) <= _TORN_THROUGH else bottom - 20
     tear = "M-3 0" + "l6 5l-6 5" * ((bottom - top) // 10)
     parts = [
-        format_html('<svg x="{}%" y="{}" overflow="visible"><path class="idem-break" d="{}"/></svg>', f"{x:.2f}", top, tear)
+        format_html(
+            '<svg x="{}%" y="{}" overflow="visible"><path class="idem-break" d="{}"/></svg>',
+            f"{x:.2f}",
+            top,
+            tear,
+        )
         for x, _ in scale.breaks
     ]
     if now is not None:
         x = f"{scale.place(now):.2f}%"
-        parts.append(format_html('<line class="idem-now" x1="{}" x2="{}" y1="{}" y2="{}"/>', x, x, _TOP - 4, bottom))
+        parts.append(
+            format_html(
+                '<line class="idem-now" x1="{}" x2="{}" y1="{}" y2="{}"/>', x, x, _TOP - 4, bottom
+            )
+        )
         parts += _labels([(scale.place(now), gettext("now"))], _TOP - 6)
     return _joined(parts)
 
@@ -204,11 +255,16 @@ def _axis(scale: Scale, axis: tuple[str, str], top: int) -> SafeString:
 
 
 def _labels(wanted: list[tuple[float, str]], y: int) -> Iterator[SafeString]:
-    """Yield the labels that do not overlap an earlier one. A label for wide pages only has the class ``idem-roomy``."""
+    """Yield the labels that do not overlap an earlier one. A label for wide pages only has the
+    class ``idem-roomy``."""
     taken: dict[int, list[tuple[float, float]]] = {NARROW: [], ROOMY: []}
     for place, label in wanted:
         spans = {width: _span(place, label, width) for width in taken}
-        free = {width for width, (begin, end) in spans.items() if all(end < b or e < begin for b, e in taken[width])}
+        free = {
+            width
+            for width, (begin, end) in spans.items()
+            if all(end < b or e < begin for b, e in taken[width])
+        }
         if ROOMY not in free:
             continue
         for width in free:

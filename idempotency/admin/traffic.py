@@ -1,8 +1,9 @@
-"""Counts of requests per minute, for the charts of the dashboard. This module registers the receivers that count, so a process
-without the admin site counts nothing.
+"""Counts of requests per minute, for the charts of the dashboard. This module registers the
+receivers that count, so a process without the admin site counts nothing.
 
-A replay leaves no row, so each process counts its requests in memory. It adds its counts to the table at most every
-WRITE_SECONDS, after the end of a request, in one transaction. A process that is killed loses the counts since its last write.
+A replay leaves no row, so each process counts its requests in memory. It adds its counts to the
+table at most every WRITE_SECONDS, after the end of a request, in one transaction. A process that is
+killed loses the counts since its last write.
 """
 
 import logging
@@ -29,12 +30,13 @@ from idempotency.signals import RequestOutcome, request_answered
 logger = logging.getLogger("idempotency")
 
 WRITE_SECONDS = 10.0
-#: The maximum time for which a write waits for a lock (PostgreSQL only), so that a lock on the table does not block all
-#: workers.
+#: The maximum time for which a write waits for a lock (PostgreSQL only), so that a lock on the
+#: table does not block all workers.
 LOCK_SECONDS = 1.0
 #: The time for which counts that cannot be written are kept in memory.
 _UNWRITTEN_MINUTES = 60
-#: Durations are counted in classes, two for each doubling. The kind of a count is "ran", a space, and the class.
+#: Durations are counted in classes, two for each doubling. The kind of a count is "ran", a space,
+#: and the class.
 _CLASSES_PER_DOUBLING = 2
 _RAN = "ran "
 
@@ -56,20 +58,22 @@ def count_request(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> 
 def write_after_request(**kwargs: Any) -> None:
     """Write the counts if the last write is WRITE_SECONDS ago."""
     global _next_write
-    # In tests (``mail.outbox`` exists), a statement at a random request would disturb tests that count statements.
+    # In tests (``mail.outbox`` exists), a statement at a random request would disturb tests that
+    # count statements.
     if not _counts or time.monotonic() < _next_write or hasattr(mail, "outbox"):
         return
     _next_write = time.monotonic() + WRITE_SECONDS
     try:
         write()
     except Exception as error:
-        # Catch any error, also of a router. It would reach the server, and the other receivers of the signal would not run.
+        # Catch any error, also of a router. It would reach the server, and the other receivers of
+        # the signal would not run.
         logger.info("the counts of requests could not be written: %s", error_text(error))
 
 
 def write() -> None:
-    """Add the counts of this process to the table. If the connection is in a transaction, or an exception is raised, the
-    counts are kept for the next write."""
+    """Add the counts of this process to the table. If the connection is in a transaction, or an
+    exception is raised, the counts are kept for the next write."""
     with _lock:
         # The rows are in the order of the unique index, so that two processes cannot deadlock.
         rows = sorted((minute, kind, number) for (minute, kind), number in _counts.items())
@@ -81,12 +85,14 @@ def write() -> None:
         if not written:
             oldest = int(time.time()) // 60 - _UNWRITTEN_MINUTES
             with _lock:
-                _counts.update({(minute, kind): number for minute, kind, number in rows if minute >= oldest})
+                _counts.update(
+                    {(minute, kind): number for minute, kind, number in rows if minute >= oldest}
+                )
 
 
 def _add(rows: list[tuple[int, str, int]]) -> bool:
-    """Add counts to the table in a separate transaction. If the connection is in a transaction already, return False without a
-    statement."""
+    """Add counts to the table in a separate transaction. If the connection is in a transaction
+    already, return False without a statement."""
     alias = router.db_for_write(TrafficCount)
     connection = connections[alias]
     if connection.in_atomic_block:
@@ -97,13 +103,15 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
         f"INSERT INTO {table} (minute, kind, count) VALUES {values} "  # noqa: S608  # nosec B608  # the name of a table
         f"ON CONFLICT (minute, kind) DO UPDATE SET count = {table}.count + excluded.count"
     )
-    # Django does not close a connection that is opened after the end of a request. A broken connection must be closed too.
+    # Django does not close a connection that is opened after the end of a request. A broken
+    # connection must be closed too.
     opened_here, broken = connection.connection is None, True
     try:
         if rows:
             with transaction.atomic(using=alias), connection.cursor() as cursor:
                 if connection.vendor == "postgresql":
-                    # The client has its response. The thread must wait neither long for a lock nor for a standby.
+                    # The client has its response. The thread must wait neither long for a lock nor
+                    # for a standby.
                     cursor.execute("SET LOCAL synchronous_commit = off")
                     limit_waits(cursor, connection, f"{LOCK_SECONDS * 1000:.0f}ms")
                 cursor.execute(statement, [cell for row in rows for cell in row])
@@ -116,7 +124,8 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The counts of an interval, per minute. The percentiles are in seconds, or None if no request ran."""
+    """The counts of an interval, per minute. The percentiles are in seconds, or None if no request
+    ran."""
 
     begin: datetime
     requests: float
@@ -128,7 +137,8 @@ class Traffic:
 
 
 def read_intervals(using: str, *, intervals: int, minutes: int) -> list[Traffic]:
-    """Return the last ``intervals`` intervals of ``minutes`` minutes, the oldest first. The last interval is not over yet."""
+    """Return the last ``intervals`` intervals of ``minutes`` minutes, the oldest first. The last
+    interval is not over yet."""
     last = int(time.time()) // 60 // minutes
     rows = (
         TrafficCount.objects.using(using)
@@ -140,11 +150,18 @@ def read_intervals(using: str, *, intervals: int, minutes: int) -> list[Traffic]
     found: dict[int, dict[str, int]] = defaultdict(dict)
     for interval, kind, total in rows:
         found[int(interval)][kind] = total
-    return [_traffic(interval, minutes, found[interval]) for interval in range(last - intervals + 1, last + 1)]
+    return [
+        _traffic(interval, minutes, found[interval])
+        for interval in range(last - intervals + 1, last + 1)
+    ]
 
 
 def _traffic(interval: int, minutes: int, kinds: dict[str, int]) -> Traffic:
-    ran = sorted((int(kind.removeprefix(_RAN)), number) for kind, number in kinds.items() if kind.startswith(_RAN))
+    ran = sorted(
+        (int(kind.removeprefix(_RAN)), number)
+        for kind, number in kinds.items()
+        if kind.startswith(_RAN)
+    )
     begin = datetime.fromtimestamp(interval * minutes * 60, UTC)
     # The current interval is not over, so its rates count only the minutes that have passed.
     passed = min(float(minutes), max(1.0, time.time() / 60 - interval * minutes))

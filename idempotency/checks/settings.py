@@ -32,17 +32,22 @@ def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     if limits.COMPLETER_MIN_AGE_SECONDS <= limits.LOCK_TIMEOUT_SECONDS:
         found.append(
             Warning(
-                "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not above LOCK_TIMEOUT_SECONDS: the completer may run "
-                "a request that its client is about to retry.",
-                hint="Work is not repeated, but the client gets 409 meanwhile. The defaults are 300 and 90.",
+                "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not above"
+                " LOCK_TIMEOUT_SECONDS: the completer may run a request that its client is about to"
+                " retry.",
+                hint=(
+                    "Work is not repeated, but the client gets 409 meanwhile. The defaults are 300"
+                    " and 90."
+                ),
                 id="idempotency.W001",
             )
         )
     if limits.COMPLETER_MIN_AGE_SECONDS >= limits.RETENTION_HOURS * 3600:
         found.append(
             Warning(
-                "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not below RETENTION_HOURS: the reaper marks each "
-                "abandoned request as stuck before the completer has run it.",
+                "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not below RETENTION_HOURS:"
+                " the reaper marks each abandoned request as stuck before the completer has"
+                " run it.",
                 hint="The defaults are 300 seconds and 72 hours.",
                 id="idempotency.W002",
             )
@@ -52,7 +57,8 @@ def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register
 def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E012: a setting whose dotted path cannot be imported, is not callable, or does not take the required arguments."""
+    """E012: a setting whose dotted path cannot be imported, is not callable, or does not take the
+    required arguments."""
     if not conf.are_valid():
         return []
     return [
@@ -62,14 +68,15 @@ def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             id="idempotency.E012",
         )
         for name in conf.CALLABLES
-        if (path := getattr(conf.get(), name)) is not None and (problem := _problem(path, _PROBLEMS.get(name, _not_callable)))
+        if (path := getattr(conf.get(), name)) is not None
+        and (problem := _problem(path, _PROBLEMS.get(name, _not_callable)))
     ]
 
 
 @register
 def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E002, E006, E009: an unsupported database, autocommit that is off, or models in different databases. W014: a setting
-    without effect on SQLite."""
+    """E002, E006, E009: an unsupported database, autocommit that is off, or models in different
+    databases. W014: a setting without effect on SQLite."""
     alias = _alias()
     vendor = connections[alias].vendor
     found: list[CheckMessage] = []
@@ -77,34 +84,49 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         found.append(
             Error(
                 f"The database {alias!r}, which stores the idempotency keys, is {vendor}.",
-                hint="Route the models of the app 'idempotency' to PostgreSQL, or to SQLite for development.",
+                hint=(
+                    "Route the models of the app 'idempotency' to PostgreSQL, or to SQLite for"
+                    " development."
+                ),
                 id="idempotency.E002",
             )
         )
     if not connections[alias].settings_dict.get("AUTOCOMMIT", True):
         found.append(
             Error(
-                f"The database {alias!r}, which stores the idempotency keys, has AUTOCOMMIT off: nothing would commit them.",
-                hint="Turn AUTOCOMMIT on: @idempotent and atomic_phase open their own transactions.",
+                f"The database {alias!r}, which stores the idempotency keys, has AUTOCOMMIT off:"
+                " nothing would commit them.",
+                hint=(
+                    "Turn AUTOCOMMIT on: @idempotent and atomic_phase open their own transactions."
+                ),
                 id="idempotency.E006",
             )
         )
     if vendor == "sqlite" and conf.are_valid() and conf.get().CONFIRM_REPLICATED:
         found.append(
             Warning(
-                f"The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database {alias!r} is SQLite.",
-                hint="Remove the setting from settings files that use SQLite, which has no standby to confirm a commit.",
+                "The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database"
+                f" {alias!r} is SQLite.",
+                hint=(
+                    "Remove the setting from settings files that use SQLite, which has no standby"
+                    " to confirm a commit."
+                ),
                 id="idempotency.W014",
             )
         )
     places = {
-        model.__name__: router.db_for_write(model) for model in (IdempotencyKey, DownstreamCall, StagedJob, ProcessedMessage)
+        model.__name__: router.db_for_write(model)
+        for model in (IdempotencyKey, DownstreamCall, StagedJob, ProcessedMessage)
     }
     if len(set(places.values())) > 1:
         found.append(
             Error(
-                f"The router sends models that must share a transaction to different databases: {places}.",
-                hint="Route all models of the app 'idempotency' to one database; using= chooses another one for a request.",
+                "The router sends models that must share a transaction to different databases:"
+                f" {places}.",
+                hint=(
+                    "Route all models of the app 'idempotency' to one database; using= chooses"
+                    " another one for a request."
+                ),
                 id="idempotency.E009",
             )
         )
@@ -112,9 +134,12 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 
 @register(Tags.database)
-def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
-    """E013: a database that cannot be reached, or that uses PostgreSQL's protocol but is another product, or Citus with
-    distributed or replicated tables. W017: two isolation levels in one database.
+def check_engine(
+    app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """E013: a database that cannot be reached, or that uses PostgreSQL's protocol but is another
+    product, or Citus with distributed or replicated tables. W017: two isolation levels in one
+    database.
 
     ``manage.py check --database`` and ``migrate`` run it.
     """
@@ -126,11 +151,17 @@ def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwa
                 connection.ensure_connection()
             except OperationalError as error:
                 text = f"The database {alias!r} cannot be reached: {first_line(error)}"
-                found.append(Error(text, hint="Start it, or correct DATABASES.", id="idempotency.E013"))
+                found.append(
+                    Error(text, hint="Start it, or correct DATABASES.", id="idempotency.E013")
+                )
                 continue
             problem, _ = database_product.examine(connection)
             hint = "Route the models of the app 'idempotency' to PostgreSQL."
-            found += [Error(problem, hint=hint, id=database_product.CHECK_ID)] if problem else _mixed_levels(alias)
+            found += (
+                [Error(problem, hint=hint, id=database_product.CHECK_ID)]
+                if problem
+                else _mixed_levels(alias)
+            )
     return found
 
 
@@ -140,12 +171,19 @@ def _mixed_levels(alias: str) -> list[CheckMessage]:
     others, limits = effective_isolation(None, alias), conf.get()
     return [
         Warning(
-            f"{setting} is {level!r}, but other transactions in the database {alias!r} run at {others!r}.",
-            hint="Above 'read committed', a transaction that waits for a lock reads data from before the lock. Remove the "
-            "setting, or set OPTIONS['isolation_level'] of the database to the same level.",
+            f"{setting} is {level!r}, but other transactions in the database {alias!r} run at"
+            f" {others!r}.",
+            hint=(
+                "Above 'read committed', a transaction that waits for a lock reads data from before"
+                " the lock. Remove the setting, or set OPTIONS['isolation_level'] of the database"
+                " to the same level."
+            ),
             id="idempotency.W017",
         )
-        for setting, level in (("PHASE_ISOLATION", limits.PHASE_ISOLATION), ("PLAIN_ISOLATION", limits.PLAIN_ISOLATION))
+        for setting, level in (
+            ("PHASE_ISOLATION", limits.PHASE_ISOLATION),
+            ("PLAIN_ISOLATION", limits.PLAIN_ISOLATION),
+        )
         if level not in (None, others)
     ]
 
@@ -157,9 +195,12 @@ def check_sessions(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         return []
     return [
         Error(
-            f"The scope of the view {view.path} is the session. Sessions with the same content cannot be distinguished with "
-            "signed_cookies, so each request is refused.",
-            hint="Set SESSION_ENGINE to one that stores sessions in a database or a cache, or give the view another scope=.",
+            f"The scope of the view {view.path} is the session. Sessions with the same content"
+            " cannot be distinguished with signed_cookies, so each request is refused.",
+            hint=(
+                "Set SESSION_ENGINE to one that stores sessions in a database or a cache, or give"
+                " the view another scope=."
+            ),
             id="idempotency.E011",
         )
         for view in views_to_check()
@@ -174,18 +215,25 @@ def check_deployed_database(app_configs: Any, **kwargs: Any) -> list[CheckMessag
     if connections[alias].vendor == "sqlite":
         return [
             Warning(
-                f"The database {alias!r}, which stores the idempotency keys, is SQLite: one request writes at a time.",
+                f"The database {alias!r}, which stores the idempotency keys, is SQLite: one request"
+                " writes at a time.",
                 hint="SQLite is for development. The guarantees hold on PostgreSQL.",
                 id="idempotency.W007",
             )
         ]
-    if connections[alias].vendor == "postgresql" and "prepare_threshold" not in connections[alias].settings_dict["OPTIONS"]:
+    if (
+        connections[alias].vendor == "postgresql"
+        and "prepare_threshold" not in connections[alias].settings_dict["OPTIONS"]
+    ):
         return [
             Warning(
-                f"The option prepare_threshold is not set in DATABASES[{alias!r}]['OPTIONS']: PostgreSQL plans each "
-                "statement of this app again, so that a protected request takes 1.5 to 2.7 times as long.",
-                hint="Set it to 5. Set it to None behind a pooler in transaction mode without prepared statements (PgBouncer "
-                "before 1.21).",
+                f"The option prepare_threshold is not set in DATABASES[{alias!r}]['OPTIONS']:"
+                " PostgreSQL plans each statement of this app again, so that a protected request"
+                " takes 1.5 to 2.7 times as long.",
+                hint=(
+                    "Set it to 5. Set it to None behind a pooler in transaction mode without"
+                    " prepared statements (PgBouncer before 1.21)."
+                ),
                 id="idempotency.W015",
             )
         ]
@@ -196,7 +244,8 @@ def check_deployed_database(app_configs: Any, **kwargs: Any) -> list[CheckMessag
 def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """E003: an invalid backend of staged jobs. E004, W003: a backend whose app is not installed.
 
-    The default is not checked, because a project without staged jobs does not need its queue library.
+    The default is not checked, because a project without staged jobs does not need its queue
+    library.
     """
     if not conf.are_valid():
         return []
@@ -206,8 +255,12 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         if problem := _problem(path, _no_backend):
             found.append(
                 Error(
-                    f"The setting IDEMPOTENCY['ENQUEUERS'][{queue!r}] is {path!r}, which is not a backend: {problem}.",
-                    hint="Name a function, or a class with hand_over(queue, jobs) such as 'idempotency.contrib.rq.RQBackend'.",
+                    f"The setting IDEMPOTENCY['ENQUEUERS'][{queue!r}] is {path!r}, which is not a"
+                    f" backend: {problem}.",
+                    hint=(
+                        "Name a function, or a class with hand_over(queue, jobs) such as"
+                        " 'idempotency.contrib.rq.RQBackend'."
+                    ),
                     id="idempotency.E003",
                 )
             )
@@ -215,20 +268,26 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     if "idempotency.contrib.rq.RQBackend" in paths and not apps.is_installed("django_rq"):
         found.append(
             Warning(
-                "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to RQ, but 'django_rq' is not in INSTALLED_APPS: the command "
-                "rqworker is missing.",
+                "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to RQ, but 'django_rq' is not in"
+                " INSTALLED_APPS: the command rqworker is missing.",
                 hint="Add 'django_rq' to INSTALLED_APPS.",
                 id="idempotency.W003",
             )
         )
     kept_in_database = any(
-        str(tasks.get("BACKEND", "")).startswith("django_tasks_db.") for tasks in getattr(settings, "TASKS", {}).values()
+        str(tasks.get("BACKEND", "")).startswith("django_tasks_db.")
+        for tasks in getattr(settings, "TASKS", {}).values()
     )
-    if "idempotency.contrib.tasks.TasksBackend" in paths and kept_in_database and not apps.is_installed("django_tasks_db"):
+    if (
+        "idempotency.contrib.tasks.TasksBackend" in paths
+        and kept_in_database
+        and not apps.is_installed("django_tasks_db")
+    ):
         found.append(
             Error(
-                "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to Django Tasks, and TASKS stores them in the database. But "
-                "'django_tasks_db' is not in INSTALLED_APPS, so each hand-over fails.",
+                "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to Django Tasks, and TASKS stores"
+                " them in the database. But 'django_tasks_db' is not in INSTALLED_APPS, so each"
+                " hand-over fails.",
                 hint="Add 'django_tasks_db' to INSTALLED_APPS, and migrate.",
                 id="idempotency.E004",
             )
@@ -248,7 +307,11 @@ def _not_callable(named: Any) -> str:
 
 
 def _no_validator(named: Any) -> str:
-    return "it is a validator class, not a validator" if isinstance(named, type) else _not_callable(named)
+    return (
+        "it is a validator class, not a validator"
+        if isinstance(named, type)
+        else _not_callable(named)
+    )
 
 
 def _no_renderer(named: Any) -> str:

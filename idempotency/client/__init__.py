@@ -1,13 +1,14 @@
-"""HTTP clients that send each unsafe request with a key, and retry the request until a response is final. They use the library
-httpx or Requests.
+"""HTTP clients that send each unsafe request with a key, and retry the request until a response is
+final. They use the library httpx or Requests.
 
 This package does not import Django, so any Python program can use it. Install it with ``pip install
-"django-idempotency[client]"`` (httpx) or ``"django-idempotency[requests]"``. Each library is imported when one of its names is
-first used.
+"django-idempotency[client]"`` (httpx) or ``"django-idempotency[requests]"``. Each library is
+imported when one of its names is first used.
 
-The key is held in memory. A client that may crash before the response must create the key itself (``new_key``), commit the key
-together with the decision to call, and send the key in the header. After a restart, only a request with the same key is a
-retry. A request with a new key would run again.
+The key is held in memory. A client that may crash before the response must create the key itself
+(``new_key``), commit the key together with the decision to call, and send the key in the header.
+After a restart, only a request with the same key is a retry. A request with a new key would run
+again.
 """
 
 from importlib import import_module
@@ -16,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 from idempotency.client._rules import UNSAFE_METHODS, Retries, new_key
 
 if TYPE_CHECKING:
-    from idempotency.client._httpx import AsyncIdempotentTransport, IdempotentTransport, make_async_client, make_client
+    from idempotency.client._httpx import (
+        AsyncIdempotentTransport,
+        IdempotentTransport,
+        make_async_client,
+        make_client,
+    )
     from idempotency.client._requests import IdempotentAdapter, make_session
 
 __all__ = [
@@ -48,5 +54,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}._{library}"), name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'{name} needs {library}: pip install "django-idempotency[{extra}]" ({error}).', name=error.name
+            f'{name} needs {library}: pip install "django-idempotency[{extra}]" ({error}).',
+            name=error.name,
         ) from error

@@ -7,24 +7,34 @@ from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
-from requests.exceptions import ChunkedEncodingError, ConnectionError, ContentDecodingError, Timeout, UnrewindableBodyError
+from requests.exceptions import (
+    ChunkedEncodingError,
+    ConnectionError,
+    ContentDecodingError,
+    Timeout,
+    UnrewindableBodyError,
+)
 from requests.utils import rewind_body
 from urllib3.util import Timeout as Timeouts
 
 from idempotency.client._rules import UNSAFE_METHODS, ClientCall, Retries
 
-#: The errors of an incomplete exchange. All other errors are errors of the request itself, which a retry would repeat.
+#: The errors of an incomplete exchange. All other errors are errors of the request itself, which a
+#: retry would repeat.
 _INCOMPLETE = (ConnectionError, Timeout, ChunkedEncodingError, ContentDecodingError)
 
 
 class IdempotentAdapter(HTTPAdapter):
-    """The counterpart of IdempotentTransport for a requests.Session. Mount it for each URL prefix, or use ``make_session``.
+    """The counterpart of IdempotentTransport for a requests.Session. Mount it for each URL prefix,
+    or use ``make_session``.
 
-    ``options`` are those of HTTPAdapter. The ``timeout=`` of a request applies to each attempt. Without a timeout, an attempt
-    may wait for its response until the deadline.
+    ``options`` are those of HTTPAdapter. The ``timeout=`` of a request applies to each attempt.
+    Without a timeout, an attempt may wait for its response until the deadline.
 
-    Raises requests.RequestException if the last attempt got no complete response; ``error.request.headers`` has the key.
-    Raises requests.exceptions.UnrewindableBodyError, before sending, if a part of the request body was read before.
+    Raises requests.RequestException if the last attempt got no complete response;
+    ``error.request.headers`` has the key.
+    Raises requests.exceptions.UnrewindableBodyError, before sending, if a part of the request body
+    was read before.
     """
 
     __attrs__ = [*HTTPAdapter.__attrs__, "_retries"]  # what is pickled
@@ -43,7 +53,12 @@ class IdempotentAdapter(HTTPAdapter):
         proxies: dict[str, str] | None = None,
     ) -> requests.Response:
         """Send the request and its retries."""
-        options: dict[str, Any] = {"stream": stream, "verify": verify, "cert": cert, "proxies": proxies}
+        options: dict[str, Any] = {
+            "stream": stream,
+            "verify": verify,
+            "cert": cert,
+            "proxies": proxies,
+        }
         if request.method not in UNSAFE_METHODS:
             return super().send(request, timeout=timeout, **options)
         _hold_body(request)
@@ -56,7 +71,8 @@ class IdempotentAdapter(HTTPAdapter):
                     return response
             except _INCOMPLETE as error:
                 if (pause := call.pause_after_error()) is None:
-                    error.request = request  # An error while the response body is read has no request.
+                    # An error while the response body is read has no request.
+                    error.request = request
                     raise
             time.sleep(pause)
 
@@ -70,18 +86,21 @@ def make_session(retries: Retries | None = None, **options: Any) -> requests.Ses
 
 
 def _pause_after(call: ClientCall, response: requests.Response) -> float | None:
-    content = response.content  # Read each body here, so that the error of a truncated body is retried.
+    # Read each body here, so that the error of a truncated body is retried.
+    content = response.content
     return call.pause_after_answer(response.status_code, response.headers, lambda: content)
 
 
 def _hold_body(request: requests.PreparedRequest) -> None:
-    """Read a streamed body into memory, from the position that it had when the request was prepared."""
+    """Read a streamed body into memory, from the position that it had when the request was
+    prepared."""
     body: Any = request.body
     if body is None or isinstance(body, str | bytes):
         return
     if isgenerator(body) and getgeneratorstate(body) != GEN_CREATED:
         raise UnrewindableBodyError(
-            "A part of the request body was read before: build the request again, with a new generator as its body."
+            "A part of the request body was read before: build the request again, with a new"
+            " generator as its body."
         )
     _from_its_beginning(request)
     if hasattr(body, "read"):

@@ -1,4 +1,5 @@
-"""The rules of the retries, without I/O: the key of a call, the outcomes that are retried, the pauses and the deadline."""
+"""The rules of the retries, without I/O: the key of a call, the outcomes that are retried, the
+pauses and the deadline."""
 
 import json
 import os
@@ -21,13 +22,15 @@ RETRIED_STATUSES = frozenset({408, 425, 429})
 class Retries:
     """The limits of the retries.
 
-    - ``deadline_seconds``: no retry begins later than this after the first attempt. Keep it above LOCK_TIMEOUT_SECONDS of the
-      server (90 by default): if a process of the server is killed, retries get 409 until its lock has expired. Keep it below
-      the retention of the server (72 hours by default): after the retention, a retry is a new request.
-    - ``max_attempts``: the maximum number of attempts, the first included. With ``None`` only the deadline limits them.
+    - ``deadline_seconds``: no retry begins later than this after the first attempt. Keep it above
+      LOCK_TIMEOUT_SECONDS of the server (90 by default): if a process of the server is killed,
+      retries get 409 until its lock has expired. Keep it below the retention of the server (72
+      hours by default): after the retention, a retry is a new request.
+    - ``max_attempts``: the maximum number of attempts, the first included. With ``None`` only the
+      deadline limits them.
     - ``first_pause_seconds``: the upper bound of the first pause; it doubles with each attempt.
-    - ``longest_pause_seconds``: the maximum of that bound. Each pause is random below its bound, and is added to
-      ``Retry-After``.
+    - ``longest_pause_seconds``: the maximum of that bound. Each pause is random below its bound,
+      and is added to ``Retry-After``.
     """
 
     deadline_seconds: float = 120
@@ -38,7 +41,8 @@ class Retries:
 
 
 def new_key() -> str:
-    """Return a new key for the header: a quoted UUIDv7. It is ordered by time, which suits a database index."""
+    """Return a new key for the header: a quoted UUIDv7. It is ordered by time, which suits a
+    database index."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return f'"{UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)}"'
 
@@ -58,17 +62,25 @@ class ClientCall:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def pause_after_error(self) -> float | None:
-        """Return the seconds to wait after an incomplete exchange, or None if there is no further attempt."""
+        """Return the seconds to wait after an incomplete exchange, or None if there is no further
+        attempt."""
         return self._pause(0)
 
-    def pause_after_answer(self, status: int, headers: Mapping[str, Any], content: Callable[[], bytes]) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if the answer is final or there is no further attempt.
+    def pause_after_answer(
+        self, status: int, headers: Mapping[str, Any], content: Callable[[], bytes]
+    ) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if the answer is final or
+        there is no further attempt.
 
         The function ``content`` returns the decoded body. It is called only for a problem+json.
         """
         asked = _retry_after_seconds(headers)
         if (retryable := _member_retryable(status, headers, content)) is None:
-            retryable = status in RETRIED_STATUSES or status >= 500 or (status in (409, 423) and asked is not None)
+            retryable = (
+                status in RETRIED_STATUSES
+                or status >= 500
+                or (status in (409, 423) and asked is not None)
+            )
         return self._pause(asked or 0) if retryable else None
 
     def _pause(self, asked: float) -> float | None:
@@ -79,8 +91,12 @@ class ClientCall:
         return pause if time.monotonic() + pause < self._deadline else None
 
 
-def _member_retryable(status: int, headers: Mapping[str, Any], content: Callable[[], bytes]) -> bool | None:
-    if status < 400 or not headers.get("Content-Type", "").lower().startswith("application/problem+json"):
+def _member_retryable(
+    status: int, headers: Mapping[str, Any], content: Callable[[], bytes]
+) -> bool | None:
+    if status < 400 or not headers.get("Content-Type", "").lower().startswith(
+        "application/problem+json"
+    ):
         return None
     try:
         problem = json.loads(content())
@@ -97,7 +113,8 @@ def _retry_after_seconds(headers: Mapping[str, Any]) -> float | None:
         seconds = float(value)
     except ValueError:
         until, now = _timestamp(value), _timestamp(headers.get("Date", ""))
-        # Compare with the Date of the response if it has one, because the clock of the server may differ.
+        # Compare with the Date of the response if it has one, because the clock of the server may
+        # differ.
         return max(until - (now or time.time()), 0) if until is not None else None
     return seconds if seconds >= 0 else None
 

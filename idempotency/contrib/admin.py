@@ -21,7 +21,8 @@ _NEEDED = ("finished_at", "refused_at", "stuck_at", "acknowledged_at", "last_run
 
 
 class KeyStateMixin:
-    """Show the state of the key to which a row refers, such as "stuck, 9 min", in the list and on the page of the row.
+    """Show the state of the key to which a row refers, such as "stuck, 9 min", in the list and on
+    the page of the row.
 
     ::
 
@@ -30,10 +31,11 @@ class KeyStateMixin:
             list_display = ("id", "created_at", "key_state")
             readonly_fields = ("key_state",)
 
-    For users who may view keys, the state is a link to the page of the key. A list needs one more query, however many rows it
-    has.
+    For users who may view keys, the state is a link to the page of the key. A list needs one more
+    query, however many rows it has.
 
-    ``key_field`` is the name of the foreign key. It must be set if the model has several foreign keys to ``IdempotencyKey``.
+    ``key_field`` is the name of the foreign key. It must be set if the model has several foreign
+    keys to ``IdempotencyKey``.
     """
 
     key_field = ""
@@ -52,17 +54,24 @@ class KeyStateMixin:
 
     @admin.display(description=_("state of the key"))
     def key_state(self, row: Model) -> str:
-        """Return the state of the key as text or as a link; an empty text if there is no key or the key is deleted."""
+        """Return the state of the key as text or as a link; an empty text if there is no key or the
+        key is deleted."""
         state: str = getattr(row, _ATTRIBUTE, "")
         return state
 
     def _read_states(self, request: HttpRequest, rows: Iterable[Any]) -> None:
-        """Set the state on each row that refers to a key. ``rows`` must be the objects that the admin renders, not copies."""
+        """Set the state on each row that refers to a key. ``rows`` must be the objects that the
+        admin renders, not copies."""
         column = self._key_column()
         linked = [row for row in rows if getattr(row, column) is not None]
         for alias in {row._state.db for row in linked}:
             wanted = {getattr(row, column) for row in linked if row._state.db == alias}
-            found: Any = IdempotencyKey.objects.using(alias).filter(pk__in=wanted).with_state().annotate(read_at=Now())
+            found: Any = (
+                IdempotencyKey.objects.using(alias)
+                .filter(pk__in=wanted)
+                .with_state()
+                .annotate(read_at=Now())
+            )
             states = {key.pk: self._shown(request, key) for key in found.only(*_NEEDED)}
             for row in linked:
                 if row._state.db == alias:
@@ -70,12 +79,14 @@ class KeyStateMixin:
 
     def _key_column(self) -> str:
         model = self.model  # type: ignore[attr-defined]
-        fields = [field for field in model._meta.concrete_fields if field.related_model is IdempotencyKey]
+        fields = [
+            field for field in model._meta.concrete_fields if field.related_model is IdempotencyKey
+        ]
         fields = [field for field in fields if self.key_field in ("", field.name)]
         if len(fields) != 1:
             raise ImproperlyConfigured(
-                f"{type(self).__name__}.key_field must name the foreign key of {model.__name__} to IdempotencyKey: there are "
-                f"{len(fields)}."
+                f"{type(self).__name__}.key_field must name the foreign key of {model.__name__} to"
+                f" IdempotencyKey: there are {len(fields)}."
             )
         return str(fields[0].attname)
 

@@ -1,7 +1,7 @@
 """Staged jobs for Celery, and ``OnceTask``, the base class of tasks that take effect once.
 
-The protection is a base class, not a wrapper task, so that each job keeps its name in monitoring and its own time limits,
-routes and retries. The backend refuses tasks without the base class.
+The protection is a base class, not a wrapper task, so that each job keeps its name in monitoring
+and its own time limits, routes and retries. The backend refuses tasks without the base class.
 """
 
 import logging
@@ -40,30 +40,42 @@ _OUTAGES_HEADER = "idempotency_outages"
 _HEADERS = (SHARD_HEADER, _OUTAGES_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
-#: The time limits of calls to the broker. A failed call is not retried at once, but by the next pass.
+#: The time limits of calls to the broker. A failed call is not retried at once, but by the next
+#: pass.
 _BOUNDS = {
-    "redis": {"max_retries": 0, "socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS},
+    "redis": {
+        "max_retries": 0,
+        "socket_connect_timeout": 5,
+        "socket_timeout": BROKER_TIMEOUT_SECONDS,
+    },
     # With confirm_publish, RabbitMQ confirms the message before the staged row is deleted.
-    "amqp": {"max_retries": 0, "confirm_publish": True}
-    | dict.fromkeys(("read_timeout", "write_timeout"), BROKER_TIMEOUT_SECONDS),
+    "amqp": (
+        {"max_retries": 0, "confirm_publish": True}
+        | dict.fromkeys(("read_timeout", "write_timeout"), BROKER_TIMEOUT_SECONDS)
+    ),
 }
 
 
 class OnceRequest(Request):  # type: ignore[misc]
-    """A delivery of a task. If its process is killed at the hard ``time_limit``, the message returns to the broker.
+    """A delivery of a task. If its process is killed at the hard ``time_limit``, the message
+    returns to the broker.
 
-    Celery would discard the message and call ``link_error``. Its option ``acks_on_timeout`` (since 5.7) keeps the message,
-    but still calls ``link_error``.
+    Celery would discard the message and call ``link_error``. Its option ``acks_on_timeout`` (since
+    5.7) keeps the message, but still calls ``link_error``.
     """
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Return the message to the broker at a hard limit. At a soft limit, the task gets an exception."""
+        """Return the message to the broker at a hard limit. At a soft limit, the task gets an
+        exception."""
         if soft:
             super().on_timeout(soft, timeout)
             return
         task_ready(self)
         logger.error(
-            "The Celery task %s[%s] was killed at its time limit of %s s, and will run again.", self.name, self.id, timeout
+            "The Celery task %s[%s] was killed at its time limit of %s s, and will run again.",
+            self.name,
+            self.id,
+            timeout,
         )
         self.reject(requeue=True)
 
@@ -76,22 +88,26 @@ class OnceRequest(Request):  # type: ignore[misc]
 class OnceTask(Task):  # type: ignore[misc]
     """A Celery task that takes effect once per task id: ``@shared_task(base=OnceTask)``.
 
-    It runs in one transaction with its row in the inbox; the function may be ``async def``. If it raises, the transaction is
-    rolled back, and the task is retried ``max_retries`` times, after waits that double up to an hour. While the database is
-    unavailable, the task is retried without limit. An error of a time limit counts as a try. The method ``self.retry()`` works
-    as in any task; ``autoretry_for`` works unless the task is async. If another delivery of the same task is running, the
-    message returns to the broker. Tasks that this task calls directly are part of its run.
+    It runs in one transaction with its row in the inbox; the function may be ``async def``. If it
+    raises, the transaction is rolled back, and the task is retried ``max_retries`` times, after
+    waits that double up to an hour. While the database is unavailable, the task is retried without
+    limit. An error of a time limit counts as a try. The method ``self.retry()`` works as in any
+    task; ``autoretry_for`` works unless the task is async. If another delivery of the same task is
+    running, the message returns to the broker. Tasks that this task calls directly are part of its
+    run.
 
-    A hook of ``transaction.on_commit()`` that raises does not fail the task, whose work is committed. The error is logged and
-    recorded in the inbox, and the hook is not called again.
+    A hook of ``transaction.on_commit()`` that raises does not fail the task, whose work is
+    committed. The error is logged and recorded in the inbox, and the hook is not called again.
 
-    The broker keeps the message until the task has run (``acks_late``). The message returns if the worker process dies
-    (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both settings must stay on; otherwise a crash loses the
-    job. So a task must not call ``sys.exit()``, which ends the process: the task would run again without limit.
+    The broker keeps the message until the task has run (``acks_late``). The message returns if the
+    worker process dies (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both
+    settings must stay on; otherwise a crash loses the job. So a task must not call ``sys.exit()``,
+    which ends the process: the task would run again without limit.
 
-    A second delivery returns None, because the result of the first is unknown. With a ``link``, chain or chord it raises
-    RuntimeError instead, and ``link_error`` is not called. The first delivery has sent the next task, unless its worker died
-    right after COMMIT. If the next task must not be lost, stage it in the task with ``stage_job``.
+    A second delivery returns None, because the result of the first is unknown. With a ``link``,
+    chain or chord it raises RuntimeError instead, and ``link_error`` is not called. The first
+    delivery has sent the next task, unless its worker died right after COMMIT. If the next task
+    must not be lost, stage it in the task with ``stage_job``.
     """
 
     abstract = True
@@ -101,9 +117,10 @@ class OnceTask(Task):  # type: ignore[misc]
     Request = OnceRequest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task once per task id. A direct call without an id, or inside the run of this task, runs the task without
-        protection."""
-        given, request = Arguments(args, kwargs), Hidden(self.request)  # The request has the arguments too.
+        """Run the task once per task id. A direct call without an id, or inside the run of this
+        task, runs the task without protection."""
+        # The request has the arguments too.
+        given, request = Arguments(args, kwargs), Hidden(self.request)
         del args, kwargs
         if request.value.id is None:
             return given.passed_to(super().__call__)
@@ -124,12 +141,15 @@ class OnceTask(Task):  # type: ignore[misc]
             # Do not call retry(), because it would count against the task's retries.
             raise Reject(error, requeue=True) from error
         except (Exception, CancelledError) as error:  # also from COMMIT
-            if isinstance(error, (Ignore, Reject)) or (isinstance(error, Retry) and error.sig is not None):
+            if isinstance(error, (Ignore, Reject)) or (
+                isinstance(error, Retry) and error.sig is not None
+            ):
                 raise
             # A Retry without a message was raised by a task that this one called directly.
             reason = error.__cause__ if isinstance(error, Retry) else error
             if isinstance(reason, CancelledError):
-                # After the last try, a CancelledError would end the worker, and the message would return to the broker.
+                # After the last try, a CancelledError would end the worker, and the message would
+                # return to the broker.
                 reason = RuntimeError(error_text(reason))
             if reason and is_outage(reason, request.value.get(SHARD_HEADER)):
                 raise self._uncounted_retry(request, reason) from error
@@ -137,16 +157,21 @@ class OnceTask(Task):  # type: ignore[misc]
         if not first and (request.value.callbacks or request.value.chain or request.value.chord):
             request.value.errbacks = None  # They may undo work that took effect.
             raise RuntimeError(
-                f"The task {self.name}[{self.request.id}] took effect in an earlier delivery, and its result is unknown now. "
-                "Check whether the next task of its link, chain or chord was sent then. To make both commit together, stage "
-                "the next job in the task with stage_job()."
+                f"The task {self.name}[{self.request.id}] took effect in an earlier delivery, and"
+                " its result is unknown now. Check whether the next task of its link, chain or"
+                " chord was sent then. To make both commit together, stage the next job in the"
+                " task with stage_job()."
             )
         return result
 
     def retry(self, *args: Any, **options: Any) -> Any:
-        """Retry as in any task. If the next try cannot be published, the message of this try returns to the broker."""
-        headers = {name: value for name in _HEADERS if (value := self.request.get(name)) is not None}
-        if headers:  # Headers that are given here, or that a tracer has sent, replace those of the message.
+        """Retry as in any task. If the next try cannot be published, the message of this try
+        returns to the broker."""
+        headers = {
+            name: value for name in _HEADERS if (value := self.request.get(name)) is not None
+        }
+        # Headers that are given here, or that a tracer has sent, replace those of the message.
+        if headers:
             former = self.request.as_execution_options()["headers"]
             options["headers"] = former | headers | (options.get("headers") or {})
         given = Arguments(args, options)
@@ -159,11 +184,17 @@ class OnceTask(Task):  # type: ignore[misc]
     def _uncounted_retry(self, request: Hidden[Any], reason: BaseException) -> Any:
         """Retry without counting a try; the wait doubles with each run that has met the outage."""
         outages, tries = request.value.get(_OUTAGES_HEADER) or 0, request.value.retries
-        request.value.retries = min(tries, tries if self.max_retries is None else self.max_retries) - 1  # Celery adds one.
-        return self.retry(exc=reason, countdown=min(2**outages, 3600), headers={_OUTAGES_HEADER: outages + 1})
+        # Celery adds one.
+        request.value.retries = (
+            min(tries, tries if self.max_retries is None else self.max_retries) - 1
+        )
+        return self.retry(
+            exc=reason, countdown=min(2**outages, 3600), headers={_OUTAGES_HEADER: outages + 1}
+        )
 
     async def _finish(self, awaitable: Awaitable[Any], request: Hidden[Any]) -> Any:
-        """Await the result of run() with the request on Celery's stack: the thread of the event loop has a separate stack."""
+        """Await the result of run() with the request on Celery's stack: the thread of the event
+        loop has a separate stack."""
         self.request_stack.push(request.value)
         try:
             return await awaitable
@@ -172,14 +203,16 @@ class OnceTask(Task):  # type: ignore[misc]
 
 
 class CeleryBackend(OneByOne):
-    """Hand staged jobs to Celery. A job has the name of a task with the base ``OnceTask``; its id becomes the task id.
+    """Hand staged jobs to Celery. A job has the name of a task with the base ``OnceTask``; its id
+    becomes the task id.
 
-    The queue "default" means that Celery's routes decide; other names are queues of Celery. Results are ignored. For another
-    Celery app than the current one, make a subclass.
+    The queue "default" means that Celery's routes decide; other names are queues of Celery. Results
+    are ignored. For another Celery app than the current one, make a subclass.
     """
 
-    #: With Redis as the broker, a message is lost if its worker is killed right after it took the message. The job is then
-    #: handed over again, after waits that double. Its ten hand-overs and the waits after them take a week.
+    #: With Redis as the broker, a message is lost if its worker is killed right after it took the
+    #: message. The job is then handed over again, after waits that double. Its ten hand-overs and
+    #: the waits after them take a week.
     follow_up_seconds: float | None = 600
     uses_database = False
 
@@ -198,7 +231,11 @@ class CeleryBackend(OneByOne):
         Raises TypeError for a task that could be lost or take effect twice.
         """
         # The module of an unknown task is imported. A query of it may fail.
-        with nullcontext() if job.job_name in self.app.tasks else transaction.atomic(using=job._state.db):
+        with (
+            nullcontext()
+            if job.job_name in self.app.tasks
+            else transaction.atomic(using=job._state.db)
+        ):
             self._refuse_name(job.job_name)
         kept = hasattr(self._kept, "producer")
         producer = self._producer()
@@ -223,55 +260,67 @@ class CeleryBackend(OneByOne):
             if _was_cut(error.__cause__):
                 if kept:  # The connection may have been closed before this job.
                     return self.hand_over_one(queue, job)
-                self._producer()  # Raises BrokerUnavailable if the broker also refuses a new connection.
+                # Raises BrokerUnavailable if the broker also refuses a new connection.
+                self._producer()
                 raise ValueError(
-                    f"Celery's broker {producer.connection.as_uri()} closed the connection when it got this job. If the job is "
-                    f"larger than a limit of the broker, stage less data or raise the limit. The error: {error}"
+                    f"Celery's broker {producer.connection.as_uri()} closed the connection when it"
+                    " got this job. If the job is larger than a limit of the broker, stage less"
+                    f" data or raise the limit. The error: {error}"
                 ) from error
             raise _unavailable(producer.connection, error) from error
         except LostConnection:
-            # The message of this job may be the cause, unless the broker also refuses a new connection.
+            # The message of this job may be the cause, unless the broker also refuses a new
+            # connection.
             self._drop_producer()
             self._producer()
             raise
 
     def _refuse_name(self, name: str) -> None:
-        """Raise JobNotAllowed for an unknown task, or TypeError for a task that could be lost or take effect twice."""
+        """Raise JobNotAllowed for an unknown task, or TypeError for a task that could be lost or
+        take effect twice."""
         if name not in self.app.tasks:
             self._register(name.rpartition(".")[0], name)
         task = self.app.tasks.get(name)
         if task is None:
             raise JobNotAllowed(
-                f"No Celery task has the name {name!r}: decorate its function with @shared_task(base=OnceTask)."
+                f"No Celery task has the name {name!r}: decorate its function with"
+                " @shared_task(base=OnceTask)."
             )
         if not (isinstance(task, OnceTask) and task.acks_late and task.reject_on_worker_lost):
             raise TypeError(
-                f"The Celery task {name!r} could be lost or take effect twice: set base=OnceTask, and leave acks_late and "
-                "reject_on_worker_lost on."
+                f"The Celery task {name!r} could be lost or take effect twice: set base=OnceTask,"
+                " and leave acks_late and reject_on_worker_lost on."
             )
 
     def _register(self, module: str, name: str) -> None:
-        """Import the modules that a worker imports, and the task's module if JOB_MODULES permits it."""
+        """Import the modules that a worker imports, and the task's module if JOB_MODULES permits
+        it."""
         try:
-            with suppress(ImportError, SystemExit):  # The workers report them. Another module may have this task.
+            # The workers report them. Another module may have this task.
+            with suppress(ImportError, SystemExit):
                 if not self._imported:
                     self._imported = True
                     self.app.loader.import_default_modules()
         except Error as error:
             self._imported = False
-            raise JobNotAllowed(f"The modules of Celery cannot be imported: {error_text(error)}") from error
+            raise JobNotAllowed(
+                f"The modules of Celery cannot be imported: {error_text(error)}"
+            ) from error
         try:
             with suppress(ImportError, JobNotAllowed):
                 refuse_module(name, module)
                 import_module(module)
         except (SystemExit, Error) as error:
-            raise JobNotAllowed(f"The module {module} cannot be imported: {error_text(error)}") from error
+            raise JobNotAllowed(
+                f"The module {module} cannot be imported: {error_text(error)}"
+            ) from error
 
     def _producer(self) -> Any:
         """Return this thread's connected producer; a connection for each job would be slow.
 
-        Raises BrokerUnavailable if the broker refuses the connection, also because of the user or the virtual host. kombu does
-        not wrap these errors, and raises the status 403 as the error of a channel.
+        Raises BrokerUnavailable if the broker refuses the connection, also because of the user or
+        the virtual host. kombu does not wrap these errors, and raises the status 403 as the error
+        of a channel.
         """
         if not hasattr(self._kept, "producer"):
             connection = self.app.connection_for_write()
@@ -279,7 +328,11 @@ class CeleryBackend(OneByOne):
             connection = self.app.connection_for_write(connect_timeout=5, transport_options=bounds)
             try:
                 connection.default_channel  # noqa: B018
-            except (BrokerError, *connection.connection_errors, *connection.channel_errors) as error:
+            except (
+                BrokerError,
+                *connection.connection_errors,
+                *connection.channel_errors,
+            ) as error:
                 with suppress(Exception):
                     connection.close()
                 raise _unavailable(connection, error) from error
@@ -292,9 +345,15 @@ class CeleryBackend(OneByOne):
 
 
 def _was_cut(error: BaseException | None) -> bool:
-    """Return whether Redis has closed the connection. The class of the error does not tell, because other errors share it."""
-    return isinstance(getattr(error, "__context__", None), ConnectionError) or "closed by server" in str(error)
+    """Return whether Redis has closed the connection. The class of the error does not tell, because
+    other errors share it."""
+    return isinstance(
+        getattr(error, "__context__", None), ConnectionError
+    ) or "closed by server" in str(error)
 
 
-def _unavailable(connection: Any, error: Exception) -> BrokerUnavailable:  # as_uri() masks the password.
-    return BrokerUnavailable(f"Celery's broker {connection.as_uri()} takes no jobs at the moment: {error}")
+# as_uri() masks the password.
+def _unavailable(connection: Any, error: Exception) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"Celery's broker {connection.as_uri()} takes no jobs at the moment: {error}"
+    )

@@ -1,8 +1,9 @@
 """Django Ninja: ``@decorate_view(idempotent(...))`` below ``@api.post(...)``.
 
-Django Ninja applies ``decorate_view`` to an operation including its authentication. This decorator protects only the function
-of the operation. The function runs after authentication, throttling and parsing, and its rendered response is stored. After an
-exception its writes are rolled back, and the exception handlers of the API respond.
+Django Ninja applies ``decorate_view`` to an operation including its authentication. This decorator
+protects only the function of the operation. The function runs after authentication, throttling and
+parsing, and its rendered response is stored. After an exception its writes are rolled back, and the
+exception handlers of the API respond.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,16 +39,17 @@ _BY_USER = (SessionAuth, SessionAuthSuperUser)
 
 @decorators.takes(Options)
 def idempotent(run: Run | None = None, **options: Any) -> Any:
-    """Run an operation once per idempotency key: ``@decorate_view(idempotent)`` or ``@decorate_view(idempotent(...))``.
+    """Run an operation once per idempotency key: ``@decorate_view(idempotent)`` or
+    ``@decorate_view(idempotent(...))``.
 
-    The options are those of ``idempotency.decorators.idempotent``. If the authentication returns a Django user, that user
-    becomes ``request.user`` and the scope of the key. If Ninja refuses a request before the operation runs, the request claims
-    no key.
+    The options are those of ``idempotency.decorators.idempotent``. If the authentication returns a
+    Django user, that user becomes ``request.user`` and the scope of the key. If Ninja refuses a
+    request before the operation runs, the request claims no key.
 
-    The completer runs a request as the user who sent it; ``request.auth`` is this user unless PREPARE_REQUEST sets another
-    value.
-    If all authenticators read only ``request.user``, such as ``django_auth_is_staff``, they are called again. If one of them
-    needs credentials, which are not stored, all are skipped.
+    The completer runs a request as the user who sent it; ``request.auth`` is this user unless
+    PREPARE_REQUEST sets another value. If all authenticators read only ``request.user``, such as
+    ``django_auth_is_staff``, they are called again. If one of them needs credentials, which are not
+    stored, all are skipped.
     Raises TypeError for anything but an operation, and for an operation that streams.
     """
     protect = decorators.idempotent(**options)
@@ -55,10 +57,14 @@ def idempotent(run: Run | None = None, **options: Any) -> Any:
     def decorate(run: Run) -> Run:
         operation = getattr(unwrap(run), "__self__", None)
         if not isinstance(operation, Operation):
-            raise TypeError("This decorator protects operations of Django Ninja: pass it to @decorate_view(...).")
+            raise TypeError(
+                "This decorator protects operations of Django Ninja: pass it to"
+                " @decorate_view(...)."
+            )
         if operation.stream_format is not None:
             raise TypeError(
-                f"The operation {operation.view_func.__name__} streams its response, which cannot be stored: do not protect it."
+                f"The operation {operation.view_func.__name__} streams its response, which cannot"
+                " be stored: do not protect it."
             )
         _protect(operation, protect)
         _let_the_completer_in(operation)
@@ -94,7 +100,9 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
 def _responding(operation: Operation, view_func: Run) -> Run:
     """Return the function of an operation as one that returns a response."""
 
-    def arguments(request: HttpRequest, values: Hidden[dict[str, Any]]) -> tuple[Hidden[dict[str, Any]], Any]:
+    def arguments(
+        request: HttpRequest, values: Hidden[dict[str, Any]]
+    ) -> tuple[Hidden[dict[str, Any]], Any]:
         # Each attempt needs its own values and response.
         response = operation.api.create_temporal_response(request)
         copies = Hidden({name: _copy(value) for name, value in values.value.items()})
@@ -102,7 +110,8 @@ def _responding(operation: Operation, view_func: Run) -> Run:
             copies.value[operation.signature.response_arg] = response
         return copies, response
 
-    # The values are parts of the body: no local variable has them while the function of the operation runs.
+    # The values are parts of the body: no local variable has them while the function of the
+    # operation runs.
     def respond(request: HttpRequest, **values: Any) -> HttpResponseBase:
         copies, response = arguments(request, Hidden(values))
         del values
@@ -111,7 +120,9 @@ def _responding(operation: Operation, view_func: Run) -> Run:
     async def respond_async(request: HttpRequest, **values: Any) -> HttpResponseBase:
         copies, response = arguments(request, Hidden(values))
         del values
-        return operation._result_to_response(request, await view_func(request, **copies.value), response)
+        return operation._result_to_response(
+            request, await view_func(request, **copies.value), response
+        )
 
     def answer_to(request: HttpRequest, error: Exception) -> HttpResponseBase:
         try:
@@ -132,12 +143,14 @@ def _set_user(request: HttpRequest) -> None:
 
 
 class _AlreadyHandled(Exception):
-    """Its cause was raised by an exception handler of the API. The API must call no handler for it."""
+    """Its cause was raised by an exception handler of the API. The API must call no handler for
+    it."""
 
 
 @contextmanager
 def _handled_once(request: HttpRequest, operation: Operation) -> Iterator[None]:
-    """If the block raises an exception for which a handler of the API was called, let the API call no handler again."""
+    """If the block raises an exception for which a handler of the API was called, let the API call
+    no handler again."""
     try:
         yield
     except Exception as error:
@@ -158,7 +171,8 @@ def _raise_cause(request: HttpRequest, error: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a parsed value. Its parts are shared if one of them cannot be copied, such as a file."""
+    """Return a copy of a parsed value. Its parts are shared if one of them cannot be copied, such
+    as a file."""
     if isinstance(value, BaseModel | dict | list):
         for make in (deepcopy, copy):
             with suppress(Exception):
@@ -167,7 +181,8 @@ def _copy(value: Any) -> Any:
 
 
 def _let_the_completer_in(operation: Operation) -> None:
-    """Authenticate a request of the completer as its sender. Repeat the authenticators only if none needs credentials."""
+    """Authenticate a request of the completer as its sender. Repeat the authenticators only if none
+    needs credentials."""
     authenticate: Run = operation._run_authentication
 
     def is_completer(request: HttpRequest) -> bool:
@@ -178,7 +193,9 @@ def _let_the_completer_in(operation: Operation) -> None:
         if not _unrepeatable(operation):
             try:
                 every: Any = operation.auth_callbacks
-                found = next(filter(None, (awaited(one.authenticate(request, None)) for one in every)), None)
+                found = next(
+                    filter(None, (awaited(one.authenticate(request, None)) for one in every)), None
+                )
                 if found is None:
                     raise AuthenticationError
             except Exception as error:
@@ -209,15 +226,17 @@ def _let_the_completer_in(operation: Operation) -> None:
 
 
 def _note_sender(operation: Operation, request: HttpRequest, before: Any) -> None:
-    """Tell the scopes if ``request.user`` did not send the request: an authenticator returned no user and left
-    ``request.user`` unchanged, so that it may be the user of a session cookie that the client sends beside an API key."""
+    """Tell the scopes if ``request.user`` did not send the request: an authenticator returned no
+    user and left ``request.user`` unchanged, so that it may be the user of a session cookie that
+    the client sends beside an API key."""
     is_user = isinstance(request.auth, get_user_model())  # type: ignore[attr-defined]
     if not is_user and getattr(request, "user", None) is before and _unrepeatable(operation):
         set_other_sender(request)
 
 
 def _unrepeatable(operation: Operation) -> list[str]:
-    """Return the names of the authenticators of an operation that need more than ``request.user``."""
+    """Return the names of the authenticators of an operation that need more than
+    ``request.user``."""
     others = [one for one in operation.auth_callbacks if not isinstance(one, _BY_USER)]
     return [getattr(one, "__qualname__", type(one).__qualname__) for one in others]
 
@@ -227,13 +246,18 @@ def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """I002: a phased operation whose authenticators the completer cannot repeat."""
     return [
         Info(
-            f"The operation {view.path} has authenticators that need the client's credentials ({', '.join(names)}). The "
-            "completer then skips all authenticators of the operation, and runs the request if its user is active.",
-            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user without the permission.",
+            f"The operation {view.path} has authenticators that need the client's credentials"
+            f" ({', '.join(names)}). The completer then skips all authenticators of the operation,"
+            " and runs the request if its user is active.",
+            hint=(
+                "Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user"
+                " without the permission."
+            ),
             id="idempotency.I002",
         )
         for view in views_to_check()
-        if view.options.recovery_points is not None and conf.get().PREPARE_REQUEST is None  # PREPARE_REQUEST may check.
+        # PREPARE_REQUEST may check.
+        if view.options.recovery_points is not None and conf.get().PREPARE_REQUEST is None
         for operation in _operations(view.callback)
         if set(view.methods) & set(operation.methods) and (names := _unrepeatable(operation))
     ]
@@ -261,7 +285,9 @@ def _options_of(view: Callable[..., Any], method: str) -> Options | None:
 
 def _methods_of(view: Callable[..., Any]) -> set[str] | None:
     operations = _operations(view)
-    return {method for operation in operations for method in operation.methods} if operations else None
+    return (
+        {method for operation in operations for method in operation.methods} if operations else None
+    )
 
 
 FINDERS.append(_options_of)

@@ -1,5 +1,5 @@
-"""Django Ninja's OpenAPI document with the policies of protected operations: use this ``NinjaAPI`` instead of
-``ninja.NinjaAPI``."""
+"""Django Ninja's OpenAPI document with the policies of protected operations: use this ``NinjaAPI``
+instead of ``ninja.NinjaAPI``."""
 
 from typing import Any
 
@@ -20,7 +20,10 @@ class OpenAPISchema(schema.OpenAPISchema):
         options = getattr(operation.view_func, "idempotency", None)
         unsafe = tuple(method for method in operation.methods if method not in SAFE_METHODS)
         if options is not None and unsafe:
-            describe(details, policy_of(Protected(callback=operation.view_func, options=options, methods=unsafe)))
+            describe(
+                details,
+                policy_of(Protected(callback=operation.view_func, options=options, methods=unsafe)),
+            )
             self.schemas[PROBLEM] = PROBLEM_SCHEMA
         return details
 
@@ -37,4 +40,6 @@ class NinjaAPI(ninja.NinjaAPI):
         self, *, path_prefix: str | None = None, path_params: dict[str, Any] | None = None
     ) -> schema.OpenAPISchema:
         """Return the document; ``path_params`` are those of the mount point of the API."""
-        return openapi_schema(self, self.get_root_path(path_params or {}) if path_prefix is None else path_prefix)
+        return openapi_schema(
+            self, self.get_root_path(path_params or {}) if path_prefix is None else path_prefix
+        )

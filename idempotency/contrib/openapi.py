@@ -21,7 +21,10 @@ PROBLEM_SCHEMA: dict[str, Any] = {
         "status": {"type": "integer"},
         "detail": {"type": "string"},
         "code": {"type": "string", "description": "A stable code for programs."},
-        "retryable": {"type": "boolean", "description": "Whether the same request, with the same key, may succeed later."},
+        "retryable": {
+            "type": "boolean",
+            "description": "Whether the same request, with the same key, may succeed later.",
+        },
     },
 }
 
@@ -42,8 +45,8 @@ _PUBLISHED = (
 
 
 def describe(operation: dict[str, Any], policy: Policy) -> None:
-    """Add the policy to an operation: the header of the key, the error responses, the header of a replay, and
-    ``x-idempotency``.
+    """Add the policy to an operation: the header of the key, the error responses, the header of a
+    replay, and ``x-idempotency``.
 
     Existing parameters, headers and descriptions of statuses are kept.
     """
@@ -66,21 +69,32 @@ def describe(operation: dict[str, Any], policy: Policy) -> None:
             schema = {"$ref": f"#/components/schemas/{PROBLEM}"}
             response.setdefault("content", {}).setdefault(PROBLEM_TYPE, {"schema": schema})
         if waits:
-            seconds = {"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}}
+            seconds = {
+                "description": "Seconds to wait before a retry.",
+                "schema": {"type": "integer", "minimum": 1},
+            }
             response.setdefault("headers", {}).setdefault("Retry-After", seconds)
     published = asdict(policy)
     operation["x-idempotency"] = {
-        name: list(value) if isinstance(value, tuple) else value for name in _PUBLISHED for value in [published[name]]
+        name: list(value) if isinstance(value, tuple) else value
+        for name in _PUBLISHED
+        for value in [published[name]]
     }
 
 
 def _describe_key(operation: dict[str, Any], policy: Policy) -> None:
     parameters: list[dict[str, Any]] = operation.setdefault("parameters", [])
     name, *other_names = policy.headers
-    if any(given.get("in") == "header" and given.get("name", "").lower() == name.lower() for given in parameters):
+    if any(
+        given.get("in") == "header" and given.get("name", "").lower() == name.lower()
+        for given in parameters
+    ):
         return
     said = [
-        f"A key that the client chooses, the same for each retry of the request: {policy.key_format}.",
+        (
+            "A key that the client chooses, the same for each retry of the request:"
+            f" {policy.key_format}."
+        ),
         f"It has {policy.key_min_length} to {policy.key_max_length} characters.",
         f"The response is stored for {policy.retention_hours} hours and replayed.",
     ]
@@ -92,7 +106,8 @@ def _describe_key(operation: dict[str, Any], policy: Policy) -> None:
         {
             "name": name,
             "in": "header",
-            # The header is optional if the key may be in another place, or if some requests need no key.
+            # The header is optional if the key may be in another place, or if some requests need no
+            # key.
             "required": policy.required and not (other_names or policy.key_from or policy.applies),
             "description": " ".join(said),
             "schema": {"type": "string", "minLength": policy.key_min_length},
@@ -101,16 +116,24 @@ def _describe_key(operation: dict[str, Any], policy: Policy) -> None:
 
 
 def _refusals(policy: Policy) -> list[tuple[int, str, bool]]:
-    """Return the status and the description of each error response, and whether it has Retry-After."""
+    """Return the status and the description of each error response, and whether it has
+    Retry-After."""
     meanings = {
         400: "The idempotency key is missing or not valid, or the body is incomplete.",
         409: "A request with this idempotency key is in progress, or requires manual intervention.",
-        503: "The database cannot be reached, or this version of the service cannot continue the request.",
+        503: (
+            "The database cannot be reached, or this version of the service cannot continue the"
+            " request."
+        ),
     }
     reused = "The idempotency key was used for a different request: use a new one."
-    meanings[policy.mismatch_status] = " ".join(filter(None, [meanings.get(policy.mismatch_status), reused]))
+    meanings[policy.mismatch_status] = " ".join(
+        filter(None, [meanings.get(policy.mismatch_status), reused])
+    )
     return [(status, meaning, status in (409, 503)) for status, meaning in sorted(meanings.items())]
 
 
 def _is_stored(status: str, policy: Policy) -> bool:
-    return f"{status[:1]}xx" in policy.stored_statuses and status not in map(str, policy.never_stored_statuses)
+    return f"{status[:1]}xx" in policy.stored_statuses and status not in map(
+        str, policy.never_stored_statuses
+    )

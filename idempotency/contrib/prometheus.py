@@ -1,7 +1,9 @@
-"""Metrics for Prometheus: counters from the signals of this process, and gauges from the database at scrape time.
+"""Metrics for Prometheus: counters from the signals of this process, and gauges from the database
+at scrape time.
 
-An import of this module starts the counters. Register the gauges in only one scraped process, because all processes share the
-tables: ``REGISTRY.register(DatabaseCollector())``. Alert rules are in docs/how-to/metrics-and-alerts.md.
+An import of this module starts the counters. Register the gauges in only one scraped process,
+because all processes share the tables: ``REGISTRY.register(DatabaseCollector())``. Alert rules are
+in docs/how-to/metrics-and-alerts.md.
 """
 
 import time
@@ -20,13 +22,14 @@ from idempotency.monitoring import measures
 
 OUTCOMES = Counter(
     "idempotency_outcomes_total",
-    "Outcomes of claims: claimed, replayed, conflict (by error code), finished, stuck (by stuck code).",
+    "Outcomes of claims: claimed, replayed, conflict (by error code), finished, stuck (by stuck"
+    " code).",
     ["outcome", "code"],
 )
 PHASE_SECONDS = Histogram(
     "idempotency_phase_seconds",
-    "Time from the claim or the previous phase to the COMMIT of a phase, including downstream calls, by the recovery point at "
-    "its start.",
+    "Time from the claim or the previous phase to the COMMIT of a phase, including downstream"
+    " calls, by the recovery point at its start.",
     ["recovery_point"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 90),
 )
@@ -34,8 +37,11 @@ PHASE_SECONDS = Histogram(
 for _outcome in ("claimed", "replayed", "finished"):
     OUTCOMES.labels(_outcome, "")
 
-#: The key that runs in this context, its recovery point, and the monotonic time when the run reached that point.
-_standing: ContextVar[tuple[Any, str, float] | None] = ContextVar("idempotency_metrics_standing", default=None)
+#: The key that runs in this context, its recovery point, and the monotonic time when the run
+#: reached that point.
+_standing: ContextVar[tuple[Any, str, float] | None] = ContextVar(
+    "idempotency_metrics_standing", default=None
+)
 
 
 def _count_claim(key: IdempotencyKey, **kwargs: Any) -> None:
@@ -76,9 +82,11 @@ for _signal, _receiver in _RECEIVERS:
 
 
 class DatabaseCollector(Collector):
-    """The state of the tables as gauges. Each scrape reads a bounded number of rows for each gauge, through partial indexes.
+    """The state of the tables as gauges. Each scrape reads a bounded number of rows for each gauge,
+    through partial indexes.
 
-    Nothing is written. If the database cannot be reached, the only gauge is ``idempotency_database_up`` with the value 0.
+    Nothing is written. If the database cannot be reached, the only gauge is
+    ``idempotency_database_up`` with the value 0.
     """
 
     def __init__(self, *, using: str | None = None) -> None:
@@ -106,20 +114,32 @@ class DatabaseCollector(Collector):
 def _gauges(using: str) -> Iterator[GaugeMetricFamily]:
     keys = measures.unfinished_keys(IdempotencyKey.objects.using(using))
     jobs = measures.staged_jobs(StagedJob.objects.using(using))
-    yield _gauge("unfinished_keys", "Keys without a response, stuck ones included, refused ones not.", keys.count)
+    yield _gauge(
+        "unfinished_keys",
+        "Keys without a response, stuck ones included, refused ones not.",
+        keys.count,
+    )
     yield _by(
         "stuck_keys",
         "Stuck keys, by stuck code. Those with refused_when_rebuilt wait for their clients.",
         "code",
         keys.stuck_by_code,
     )
-    oldest = "Age of the oldest unfinished key that is not marked as stuck, or is stuck with unknown_recovery_point."
+    oldest = (
+        "Age of the oldest unfinished key that is not marked as stuck, or is stuck with"
+        " unknown_recovery_point."
+    )
     yield _gauge("oldest_unfinished_seconds", oldest, keys.oldest)
     yield _gauge("due_jobs", "Staged jobs that are due.", jobs.due)
     yield _gauge("failed_jobs", "Staged jobs that have failed.", jobs.failed_by_name.total())
     yield _gauge("oldest_job_seconds", "How long the oldest staged job has been due.", jobs.oldest)
     lags = measures.lags(measures.processes(using))
-    yield _by("process_lag_seconds", "Age of the youngest heartbeat of the loops of this name.", "name", lags)
+    yield _by(
+        "process_lag_seconds",
+        "Age of the youngest heartbeat of the loops of this name.",
+        "name",
+        lags,
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

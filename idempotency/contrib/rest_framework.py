@@ -1,7 +1,9 @@
-"""Django REST framework: a base class that protects each unsafe handler, and error responses in its format.
+"""Django REST framework: a base class that protects each unsafe handler, and error responses in its
+format.
 
-A single view needs only ``idempotency.decorators.idempotent``, on the handler (``post``, ``create``, an ``@action``) or below
-``@api_view``, inside authentication, permissions and throttling.
+A single view needs only ``idempotency.decorators.idempotent``, on the handler (``post``,
+``create``, an ``@action``) or below ``@api_view``, inside authentication, permissions and
+throttling.
 """
 
 from collections.abc import Mapping
@@ -15,11 +17,13 @@ _UNSAFE = ("post", "put", "patch", "delete")
 
 
 class IdempotentMixin:
-    """Protect each unsafe handler of a view or view set, ``@action`` methods included: the first base of your base class.
+    """Protect each unsafe handler of a view or view set, ``@action`` methods included: the first
+    base of your base class.
 
-    The method ``as_view()``, which a router calls too, makes the view of a subclass with protected handlers. The class itself
-    stays as it is, so the attributes of a class hold for the handlers that it inherits or calls with ``super()``, and for no
-    parent or child. A handler that has its own ``@idempotent`` keeps it.
+    The method ``as_view()``, which a router calls too, makes the view of a subclass with protected
+    handlers. The class itself stays as it is, so the attributes of a class hold for the handlers
+    that it inherits or calls with ``super()``, and for no parent or child. A handler that has its
+    own ``@idempotent`` keeps it.
     Raises TypeError or ValueError for invalid options, as ``@idempotent`` does.
     """
 
@@ -30,8 +34,11 @@ class IdempotentMixin:
 
     @classmethod
     def as_view(cls, actions: Mapping[str, str] | None = None, **initkwargs: Any) -> Any:
-        """Return the view of a subclass in which the handlers of the unsafe methods are protected."""
-        attributes: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        """Return the view of a subclass in which the handlers of the unsafe methods are
+        protected."""
+        attributes: dict[str, Any] = {
+            name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")
+        }
         for method in _UNSAFE:
             name = method if actions is None else actions.get(method, "")
             handler = getattr(cls, name, None) if name not in cls.not_idempotent else None
@@ -42,7 +49,9 @@ class IdempotentMixin:
         return super(IdempotentMixin, protected).as_view(**more, **initkwargs)  # type: ignore[misc]
 
 
-def render_error(*, status: int, code: str, detail: str, headers: Mapping[str, str], **members: object) -> JsonResponse:
+def render_error(
+    *, status: int, code: str, detail: str, headers: Mapping[str, str], **members: object
+) -> JsonResponse:
     """Return an error in the format of Django REST framework: ``{"detail": ..., "code": ...}``.
 
     Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.rest_framework.render_error".

@@ -1,6 +1,7 @@
 """Staged jobs for RQ, through the configuration of django-rq (``RQ_QUEUES``).
 
-Run the workers with ``rqworker --with-scheduler``, because the scheduler runs the retries of failed jobs.
+Run the workers with ``rqworker --with-scheduler``, because the scheduler runs the retries of failed
+jobs.
 """
 
 import logging
@@ -30,10 +31,16 @@ from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
-#: Short timeouts without retries: the transaction of the enqueuer has a time limit, and the next pass retries.
-_BOUNDS = {"socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS, "retry": RedisRetry(NoBackoff(), 0)}
+#: Short timeouts without retries: the transaction of the enqueuer has a time limit, and the next
+#: pass retries.
+_BOUNDS = {
+    "socket_connect_timeout": 5,
+    "socket_timeout": BROKER_TIMEOUT_SECONDS,
+    "retry": RedisRetry(NoBackoff(), 0),
+}
 
-#: The errors that every job would get: Redis is down, loading, full or read-only, or denies permission.
+#: The errors that every job would get: Redis is down, loading, full or read-only, or denies
+#: permission.
 _TAKES_NOTHING = (
     redis_errors.ConnectionError,
     redis_errors.TimeoutError,
@@ -42,7 +49,8 @@ _TAKES_NOTHING = (
     redis_errors.NoPermissionError,
     redis_errors.ClusterDownError,
 )
-#: The beginnings of messages whose errors have no class: the disk is full, or too few replicas are connected.
+#: The beginnings of messages whose errors have no class: the disk is full, or too few replicas are
+#: connected.
 _WORDS = ("MISCONF", "NOREPLICAS")
 
 #: Practically unlimited.
@@ -71,16 +79,22 @@ class RQBackend:
         """
         rq_queue = _queue(queue)
         try:
-            # This method is RQ's: enqueue() of django-rq would wait for the COMMIT, which also deletes the staged rows.
+            # This method is RQ's: enqueue() of django-rq would wait for the COMMIT, which also
+            # deletes the staged rows.
             rq_queue.enqueue_many(self._calls(queue, jobs))
         except redis_errors.RedisError as error:
-            if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[2].startswith(_WORDS):
+            if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[
+                2
+            ].startswith(_WORDS):
                 if isinstance(error, redis_errors.ConnectionError) and _answers(rq_queue):
                     raise ValueError(
-                        f"Redis at {_address(rq_queue)} answers, but closed the connection during the hand-over. If the job is "
-                        f"larger than its client-query-buffer-limit, stage less data or raise the limit. The error: {error}"
+                        f"Redis at {_address(rq_queue)} answers, but closed the connection during"
+                        " the hand-over. If the job is larger than its client-query-buffer-limit,"
+                        f" stage less data or raise the limit. The error: {error}"
                     ) from error
-                raise BrokerUnavailable(f"Redis at {_address(rq_queue)} accepts no jobs: {error}") from error
+                raise BrokerUnavailable(
+                    f"Redis at {_address(rq_queue)} accepts no jobs: {error}"
+                ) from error
             raise
         return {}
 
@@ -103,8 +117,8 @@ class RQBackend:
 def _queue(name: str) -> Queue:
     if name not in django_rq_settings.QUEUES:
         raise LookupError(
-            f"The setting RQ_QUEUES has no queue {name!r}. Add it, run a worker for it (manage.py rqworker {name}), and "
-            "restart the enqueuer. Or stage these jobs on another queue."
+            f"The setting RQ_QUEUES has no queue {name!r}. Add it, run a worker for it (manage.py"
+            f" rqworker {name}), and restart the enqueuer. Or stage these jobs on another queue."
         )
     connection = get_connection(name)
     connection.connection_pool.connection_kwargs.update(_BOUNDS)
@@ -136,8 +150,8 @@ class _AskedToComeBack(Exception):
 def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> Any:
     """Run a job through the inbox and return its result; a second hand-over does nothing.
 
-    If the job raises or returns a Retry, it is rolled back, and RQ retries it. While another delivery runs, or while the
-    database is unavailable, RQ retries the job without counting a try.
+    If the job raises or returns a Retry, it is rolled back, and RQ retries it. While another
+    delivery runs, or while the database is unavailable, RQ retries the job without counting a try.
     """
     given = Hidden(job_args)
     del job_args
@@ -153,22 +167,30 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
     except Error as error:
         if not is_outage(error, using):
             raise
-        logger.warning("the database is unavailable for the job %s (%s), which is retried: %s", job_id, job_name, error)
+        logger.warning(
+            "the database is unavailable for the job %s (%s), which is retried: %s",
+            job_id,
+            job_name,
+            error,
+        )
         return _uncounted(outage=True)
     return result
 
 
 def _uncounted(*, outage: bool) -> Retry:
-    """Return a retry that does not count against those for which the job itself asks by returning a Retry. It is immediate.
-    After an outage it has the waits of the job's own retries. Without such waits, RQ may have no scheduler for them, so the
-    worker pauses."""
+    """Return a retry that does not count against those for which the job itself asks by returning a
+    Retry. It is immediate. After an outage it has the waits of the job's own retries. Without such
+    waits, RQ may have no scheduler for them, so the worker pauses."""
     job, wait = get_current_job(), 0
     if job is not None:
         job.number_of_retries = (job.number_of_retries or 0) - 1  # RQ adds one, and saves the job.
     if outage:
         if job is not None and job.retry_intervals:
             before = job.meta[_OUTAGES] = job.meta.get(_OUTAGES, -1) + 1
-            wait = min(job.retry_intervals[min(before, len(job.retry_intervals) - 1)], _LONGEST_WAIT_SECONDS)
+            wait = min(
+                job.retry_intervals[min(before, len(job.retry_intervals) - 1)],
+                _LONGEST_WAIT_SECONDS,
+            )
         if not wait:
             time.sleep(_PAUSE_SECONDS)
     return Retry(max=_MANY, interval=wait)

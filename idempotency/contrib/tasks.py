@@ -1,7 +1,8 @@
 """Django Tasks: a backend that hands staged jobs to tasks, and a task backend that stages jobs.
 
-It uses ``django.tasks`` of Django 6.0, or the package ``django-tasks``. The ``TasksBackend`` needs a task backend with
-workers, such as ``django_tasks_db.DatabaseBackend``. With ``StagedBackend``, ``task.enqueue()`` inserts a staged job.
+It uses ``django.tasks`` of Django 6.0, or the package ``django-tasks``. The ``TasksBackend`` needs
+a task backend with workers, such as ``django_tasks_db.DatabaseBackend``. With ``StagedBackend``,
+``task.enqueue()`` inserts a staged job.
 """
 
 from importlib.util import find_spec
@@ -33,17 +34,21 @@ else:  # Django 6.0 and later
 
 
 class TasksBackend(OneByOne):
-    """Hand staged jobs to Django Tasks in the wrapper task ``run_staged``, because Django Tasks generates the id of a task.
+    """Hand staged jobs to Django Tasks in the wrapper task ``run_staged``, because Django Tasks
+    generates the id of a task.
 
-    The jobs go to the task backend "default". If that is a ``StagedBackend``, they go to the task backend in its OPTIONS.
+    The jobs go to the task backend "default". If that is a ``StagedBackend``, they go to the task
+    backend in its OPTIONS.
     """
 
     runs_functions = True
-    #: Django Tasks does not retry, and a task of a killed worker stays "running". Ten hand-overs take 8.5 hours.
+    #: Django Tasks does not retry, and a task of a killed worker stays "running". Ten hand-overs
+    #: take 8.5 hours.
     follow_up_seconds: float | None = 30
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
-        """Enqueue the wrapper task. Raises BrokerUnavailable if the database of the tasks cannot be reached."""
+        """Enqueue the wrapper task. Raises BrokerUnavailable if the database of the tasks cannot be
+        reached."""
         alias = "default"
         if isinstance(backend := task_backends[alias], StagedBackend):
             alias = backend.hands_to
@@ -51,40 +56,49 @@ class TasksBackend(OneByOne):
         try:
             wrapper.enqueue(job.job_name, job.job_args, str(job.pk), *filter(None, [shard_of(job)]))
         except (OperationalError, InterfaceError) as error:
-            raise BrokerUnavailable(f"The database of the tasks cannot be reached: {error}") from error
+            raise BrokerUnavailable(
+                f"The database of the tasks cannot be reached: {error}"
+            ) from error
 
 
 class StagedBackend(BaseTaskBackend):
-    """A task backend that stages jobs: ``task.enqueue()`` inserts a staged job in the open transaction.
+    """A task backend that stages jobs: ``task.enqueue()`` inserts a staged job in the open
+    transaction.
 
     ::
 
         TASKS = {
-            "default": {"BACKEND": "idempotency.contrib.tasks.StagedBackend", "OPTIONS": {"backend": "worker"}},
-            "worker": {"BACKEND": "django_tasks_db.DatabaseBackend"},
+            "default": {"BACKEND": "idempotency.contrib.tasks.StagedBackend", "OPTIONS": {"backend":
+            "worker"}}, "worker": {"BACKEND": "django_tasks_db.DatabaseBackend"},
         }
 
-    ``OPTIONS["backend"]`` names the task backend to which ``TasksBackend`` hands the jobs. The result has the id of the
-    staged job, and cannot be fetched later.
+    ``OPTIONS["backend"]`` names the task backend to which ``TasksBackend`` hands the jobs. The
+    result has the id of the staged job, and cannot be fetched later.
     """
 
     supports_defer = True
 
     @property
     def hands_to(self) -> str:
-        """The alias of the backend with workers. Raises ImproperlyConfigured if the OPTIONS do not name such a backend."""
+        """The alias of the backend with workers. Raises ImproperlyConfigured if the OPTIONS do not
+        name such a backend."""
         alias = self.options.get("backend")
         if not isinstance(alias, str) or isinstance(task_backends[alias], StagedBackend):
             raise ImproperlyConfigured(
-                f"The option TASKS[{self.alias!r}]['OPTIONS']['backend'] must be the alias of a task backend with workers."
+                f"The option TASKS[{self.alias!r}]['OPTIONS']['backend'] must be the alias of a"
+                " task backend with workers."
             )
         return alias
 
     def validate_task(self, task: Task[Any, Any]) -> None:
-        """Raise InvalidTask for a task that takes a context, and for a task that every backend rejects."""
+        """Raise InvalidTask for a task that takes a context, and for a task that every backend
+        rejects."""
         super().validate_task(task)
         if task.takes_context:
-            raise InvalidTask("A staged task cannot take a context: its job may go to a queue whose workers cannot pass one.")
+            raise InvalidTask(
+                "A staged task cannot take a context: its job may go to a queue whose workers"
+                " cannot pass one."
+            )
 
     def enqueue(self, task: Task[Any, Any], args: Any, kwargs: Any) -> TaskResult[Any]:
         """Stage the task in the open transaction.
@@ -124,13 +138,15 @@ class StagedBackend(BaseTaskBackend):
 
 
 def _by_name(task: Task[Any, Any], given: Hidden[tuple[Any, Any]]) -> dict[str, Any]:
-    """Return all arguments as keyword arguments, because a staged job has either positional or keyword arguments."""
+    """Return all arguments as keyword arguments, because a staged job has either positional or
+    keyword arguments."""
     parameters = signature(task.func).parameters
     bound = Hidden(signature(task.func).bind(*given.value[0], **given.value[1]).arguments)
     for name in bound.value:
         if parameters[name].kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
             raise InvalidTask(
-                f"A staged task takes all arguments by name or all by position; {name!r} cannot be passed by name."
+                f"A staged task takes all arguments by name or all by position; {name!r} cannot be"
+                " passed by name."
             )
     named: dict[str, Any] = {}
     for name, value in bound.value.items():

@@ -1,4 +1,5 @@
-"""The failures of a pass that an operator can cure: an unavailable database or broker, and a missing migration."""
+"""The failures of a pass that an operator can cure: an unavailable database or broker, and a
+missing migration."""
 
 import contextlib
 import logging
@@ -31,30 +32,41 @@ def exit_1_explained(name: str, using: str) -> Iterator[None]:
 
 
 def one_line_of(error: BaseException, using: str) -> str | None:
-    """Return one line about an unavailable database or broker, or a missing migration; None for any other error."""
+    """Return one line about an unavailable database or broker, or a missing migration; None for any
+    other error."""
     line = in_one_line(error)
-    if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(_NOT_MIGRATED_WORDS):
+    if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(
+        _NOT_MIGRATED_WORDS
+    ):
         return f"{line.partition(' LINE ')[0]}: run manage.py migrate --database {using}"
     return line if is_unreachable(error) else None
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether the database or the broker is unavailable; a read-only database counts as unavailable."""
+    """Return whether the database or the broker is unavailable; a read-only database counts as
+    unavailable."""
     return isinstance(error, UNREACHABLE) or is_read_only(error)
 
 
 def refuse_second_alias(name: str, using: str) -> None:
-    """Exit with status 2 if the router writes to this database under another alias. A database that cannot be reached does not
-    stop the command, because the router may write to another database."""
+    """Exit with status 2 if the router writes to this database under another alias. A database that
+    cannot be reached does not stop the command, because the router may write to another
+    database."""
     try:
         routed = aliases.routed_twin(using)
     except (OperationalError, InterfaceError) as error:
-        logger.warning("%s: cannot tell whether %r is a second alias of a database: %s", name, using, in_one_line(error))
+        logger.warning(
+            "%s: cannot tell whether %r is a second alias of a database: %s",
+            name,
+            using,
+            in_one_line(error),
+        )
         return
     if routed is not None:
         raise CommandError(
-            f"{name}: the database {using!r} is also {routed!r}, to which the router writes. The work of this command and the "
-            f"queries of the project would not be in one transaction. Use --database {routed}.",
+            f"{name}: the database {using!r} is also {routed!r}, to which the router writes. The"
+            " work of this command and the queries of the project would not be in one transaction."
+            f" Use --database {routed}.",
             returncode=2,
         )
 

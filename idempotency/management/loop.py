@@ -1,6 +1,8 @@
-"""The loop of a command: it repeats passes until SIGTERM, and is supervised by a thread that can end the process.
+"""The loop of a command: it repeats passes until SIGTERM, and is supervised by a thread that can
+end the process.
 
-The supervisor runs no code of the project, sends no statement and writes no log line, because each of them may hang.
+The supervisor runs no code of the project, sends no statement and writes no log line, because each
+of them may hang.
 """
 
 import contextlib
@@ -26,19 +28,22 @@ from idempotency.monitoring.heartbeats import ENQUEUER, WRITE_SECONDS, Heartbeat
 
 logger = logging.getLogger("idempotency")
 
-#: The exit status of a process that was ended although a thread of it was at work: a run hung, or did not end after SIGTERM.
+#: The exit status of a process that was ended although a thread of it was at work: a run hung, or
+#: did not end after SIGTERM.
 EXIT_HUNG = 3
 #: The environment variable with the process id of ``idempotency_worker``, in its children.
 PARENT_VARIABLE = "IDEMPOTENCY_WORKER_PID"
-#: The maximum wait after failed passes. The wait doubles with each failure. An interval above this maximum is not changed.
+#: The maximum wait after failed passes. The wait doubles with each failure. An interval above this
+#: maximum is not changed.
 MAX_PAUSE_SECONDS = 10.0
-#: The interval at which the supervisor looks at the runs. It is shorter than the time between the end of a hung run and the
-#: claim of its key by the next completer, which is half of a lease.
+#: The interval at which the supervisor looks at the runs. It is shorter than the time between the
+#: end of a hung run and the claim of its key by the next completer, which is half of a lease.
 _LOOK_SECONDS = 0.2
 
 
 def end_seconds(name: str) -> int:
-    """Return the time that a loop has for its end: a lease; the enqueuer at least the time that a batch may take."""
+    """Return the time that a loop has for its end: a lease; the enqueuer at least the time that a
+    batch may take."""
     batch = BATCH_SECONDS + BROKER_TIMEOUT_SECONDS if name == ENQUEUER else 0
     return max(conf.get().LOCK_TIMEOUT_SECONDS, batch)
 
@@ -46,7 +51,8 @@ def end_seconds(name: str) -> int:
 class StopSignal:
     """SIGTERM and SIGINT as a flag that any thread can read and wait for.
 
-    The flag is a pipe, because setting a threading.Event in a signal handler can deadlock with the interrupted wait.
+    The flag is a pipe, because setting a threading.Event in a signal handler can deadlock with the
+    interrupted wait.
     """
 
     def __init__(self) -> None:
@@ -65,7 +71,9 @@ class StopSignal:
         """Catch the signals in this block. Python can do so only in the main thread."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         caught = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
-        former = {number: signal.signal(number, lambda number, frame: self.request()) for number in caught}
+        former = {
+            number: signal.signal(number, lambda number, frame: self.request()) for number in caught
+        }
         try:
             yield
         finally:
@@ -76,12 +84,13 @@ class StopSignal:
 
 
 class Loop:
-    """Repeat the passes of one kind until a signal arrives, in one or more threads. None waits for another one.
+    """Repeat the passes of one kind until a signal arrives, in one or more threads. None waits for
+    another one.
 
-    After a failed pass the loop retries on a new connection, and logs the first failure and the recovery. The loop calls
-    ``say`` with the counts of each pass unless all counts are 0. It renews the heartbeat in the database ``using`` while it
-    waits and between the batches of a pass, but not between a failed pass and the next successful one. While it waits, it has
-    no connection.
+    After a failed pass the loop retries on a new connection, and logs the first failure and the
+    recovery. The loop calls ``say`` with the counts of each pass unless all counts are 0. It renews
+    the heartbeat in the database ``using`` while it waits and between the batches of a pass, but
+    not between a failed pass and the next successful one. While it waits, it has no connection.
     """
 
     def __init__(
@@ -107,15 +116,21 @@ class Loop:
         self._errors: list[BaseException] = []
 
     def run(self) -> None:
-        """Run until a signal arrives, in this thread and further ones. On return the heartbeat is deleted, and all connections
-        of the loop are closed.
+        """Run until a signal arrives, in this thread and further ones. On return the heartbeat is
+        deleted, and all connections of the loop are closed.
 
-        If a run hangs, no other run is begun. When the other runs have ended, the process ends with the status EXIT_HUNG,
-        without any cleanup. It also ends if none of them has made progress for ``end_seconds()``. After a signal the process
-        ends in the same way if its runs or its batch make no progress for that time.
+        If a run hangs, no other run is begun. When the other runs have ended, the process ends with
+        the status EXIT_HUNG, without any cleanup. It also ends if none of them has made progress
+        for ``end_seconds()``. After a signal the process ends in the same way if its runs or its
+        batch make no progress for that time.
         """
-        further = [threading.Thread(target=self._work, name=f"{self.name}-{n}", daemon=True) for n in range(1, self._threads)]
-        supervisor = threading.Thread(target=self._supervise, name=f"{self.name}-supervisor", daemon=True)
+        further = [
+            threading.Thread(target=self._work, name=f"{self.name}-{n}", daemon=True)
+            for n in range(1, self._threads)
+        ]
+        supervisor = threading.Thread(
+            target=self._supervise, name=f"{self.name}-supervisor", daemon=True
+        )
         for thread in (*further, supervisor):
             thread.start()
         try:
@@ -129,14 +144,18 @@ class Loop:
             connections.close_all()
 
     def _supervise(self) -> None:
-        """Wait for a signal or a run that hangs. Then end the process, unless all threads end in time."""
+        """Wait for a signal or a run that hangs. Then end the process, unless all threads end in
+        time."""
         while not (hung := self._watchdog.hung_threads()):
             if self._stop.requested(_LOOK_SECONDS) or _is_orphan():
                 break
         self._stop.request()
         limit = end_seconds(self.name)
         if hung:
-            text = "%s: a run hangs, so the process ends when the other runs have ended, or have made no progress for %d s"
+            text = (
+                "%s: a run hangs, so the process ends when the other runs have ended, or have made"
+                " no progress for %d s"
+            )
             _log_aside(text, self.name, limit)
         begun = time.monotonic()
         while self._at_work - self._watchdog.hung_threads():
@@ -192,7 +211,8 @@ class Loop:
                 logger.warning("%s: recovered", self.name)
             self._failure = None
         if any(asdict(counts).values()):
-            with contextlib.suppress(OSError):  # The reader of the output may be gone, or its disk full.
+            # The reader of the output may be gone, or its disk full.
+            with contextlib.suppress(OSError):
                 self._say(counts)
         return True
 
@@ -219,7 +239,8 @@ def _is_orphan() -> bool:
 
 
 def _log_aside(text: str, *values: object) -> None:
-    """Log an error from another thread, and wait for it briefly: a thread that hangs may hold a lock of the log."""
+    """Log an error from another thread, and wait for it briefly: a thread that hangs may hold a
+    lock of the log."""
     thread = threading.Thread(target=logger.error, args=[text, *values], daemon=True)
     thread.start()
     thread.join(1)

@@ -20,8 +20,8 @@ Number = TypeVar("Number", int, float)
 class PassCommand(BaseCommand):
     """A command that calls a ``*_once()`` function, once or in a loop, and prints its counts.
 
-    Exit status: 0 if the pass is done or a signal arrived; 1 if the database or broker is unavailable or a migration is
-    missing; 2 for wrong usage; 3 if a run in a loop hangs.
+    Exit status: 0 if the pass is done or a signal arrived; 1 if the database or broker is
+    unavailable or a migration is missing; 2 for wrong usage; 3 if a run in a loop hangs.
     """
 
     default_interval: ClassVar[float]
@@ -30,13 +30,18 @@ class PassCommand(BaseCommand):
     model: ClassVar[type[Model]] = IdempotencyKey
     batch_size_help: ClassVar[str] = "Maximum number of rows in one transaction"
 
-    #: The function that does one pass. It calls ``stop`` between batches or keys, and returns a dataclass of counts.
+    #: The function that does one pass. It calls ``stop`` between batches or keys, and returns a
+    #: dataclass of counts.
     run_pass: Callable[..., Any]
     #: The options of this command only, which are passed to ``run_pass``.
     own_options: ClassVar[tuple[str, ...]] = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--loop", action="store_true", help="Repeat passes every --interval seconds until SIGTERM.")
+        parser.add_argument(
+            "--loop",
+            action="store_true",
+            help="Repeat passes every --interval seconds until SIGTERM.",
+        )
         parser.add_argument(
             "--interval",
             type=seconds,
@@ -51,7 +56,9 @@ class PassCommand(BaseCommand):
             metavar="N",
             help=f"{self.batch_size_help} (default: %(default)s).",
         )
-        parser.add_argument("--dry-run", action="store_true", help="Print the counts without changing anything.")
+        parser.add_argument(
+            "--dry-run", action="store_true", help="Print the counts without changing anything."
+        )
         add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -62,7 +69,9 @@ class PassCommand(BaseCommand):
 
         def say(counts: Any) -> None:
             if options["verbosity"]:
-                self.stdout.write(f"{name}: {'would be: ' if options['dry_run'] else ''}{in_words(counts)}")
+                self.stdout.write(
+                    f"{name}: {'would be: ' if options['dry_run'] else ''}{in_words(counts)}"
+                )
                 self.stdout.flush()
 
         stop = StopSignal()
@@ -70,9 +79,19 @@ class PassCommand(BaseCommand):
             if options["loop"]:
                 run_pass, threads = self.pass_of_loop(given)
                 if options["verbosity"]:
-                    self.stdout.write(f"{name}: database {using!r}, a pass every {options['interval']:g} s")
+                    self.stdout.write(
+                        f"{name}: database {using!r}, a pass every {options['interval']:g} s"
+                    )
                     self.stdout.flush()
-                Loop(name, run_pass, interval=options["interval"], stop=stop, say=say, using=using, threads=threads).run()
+                Loop(
+                    name,
+                    run_pass,
+                    interval=options["interval"],
+                    stop=stop,
+                    say=say,
+                    using=using,
+                    threads=threads,
+                ).run()
                 return
             with exit_1_explained(name, using):
                 say(self.run_pass(stop=stop.requested, **given))
@@ -84,7 +103,9 @@ class PassCommand(BaseCommand):
 
 def in_words(counts: Any) -> str:
     """Return the counts of a pass as text, as ``3 finished, 1 failed, 0 stuck``."""
-    return ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in asdict(counts).items())
+    return ", ".join(
+        f"{number} {what.replace('_', ' ')}" for what, number in asdict(counts).items()
+    )
 
 
 def add_database_argument(parser: argparse.ArgumentParser) -> None:
@@ -92,12 +113,16 @@ def add_database_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--database",
         choices=tuple(connections),
-        help="The database with the rows (default: the one to which DATABASE_ROUTERS send writes of the model).",
+        help=(
+            "The database with the rows (default: the one to which DATABASE_ROUTERS send writes of"
+            " the model)."
+        ),
     )
 
 
 def database_of(options: dict[str, Any], model: type[Model] = IdempotencyKey) -> str:
-    """Return the database that the option names, or to which the router writes the rows of ``model``."""
+    """Return the database that the option names, or to which the router writes the rows of
+    ``model``."""
     return options["database"] or router.db_for_write(model)
 
 
@@ -107,7 +132,10 @@ def add_concurrency_argument(parser: CommandParser) -> None:
         type=whole_number,
         default=1,
         metavar="N",
-        help="Number of keys that run at once, each in a thread with its own connections (default: %(default)s).",
+        help=(
+            "Number of keys that run at once, each in a thread with its own connections (default:"
+            " %(default)s)."
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Find problems of the tables and the processes, each with its cure. Nothing is written.
 
-Each check reads the statistics of PostgreSQL, or calls ``measures``, which reads a bounded number of rows. So the cost of a
-check does not depend on the size of the tables.
+Each check reads the statistics of PostgreSQL, or calls ``measures``, which reads a bounded number
+of rows. So the cost of a check does not depend on the size of the tables.
 
 The dashboard translates the findings that it shows. The command prints all findings in English.
 """
@@ -23,20 +23,33 @@ from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
 from idempotency.monitoring.measures import COUNT_LIMIT
 
-#: Columns that runs change. An update of an indexed column writes to each index of the table, and is not HOT.
+#: Columns that runs change. An update of an indexed column writes to each index of the table, and
+#: is not HOT.
 _CHANGING = [
-    *("recovery_point", "locked_until", "last_run_at", "next_run_at", "claim_token", "attempts", "begun", "call_begun_at"),
+    *(
+        "recovery_point",
+        "locked_until",
+        "last_run_at",
+        "next_run_at",
+        "claim_token",
+        "attempts",
+        "begun",
+        "call_begun_at",
+    ),
 ]
-#: By default autovacuum starts when a fifth of the rows are dead. If twice that share is dead, autovacuum does not keep up.
+#: By default autovacuum starts when a fifth of the rows are dead. If twice that share is dead,
+#: autovacuum does not keep up.
 DEAD_SHARE, FEW_DEAD = 0.4, 10_000
 OLDEST_TRANSACTION_SECONDS = 600.0
-#: The enqueuer makes a pass each second, the completer every 5 seconds. If work waits longer than this, no process handles it.
+#: The enqueuer makes a pass each second, the completer every 5 seconds. If work waits longer than
+#: this, no process handles it.
 LATE_SECONDS = 120.0
 #: The reaper makes a pass each minute, and may have many keys to delete.
 REAPER_LATE_SECONDS = 3600
 
 
-#: Values of synchronous_commit that are weaker than ``on``, and the wait of a commit with each value.
+#: Values of synchronous_commit that are weaker than ``on``, and the wait of a commit with each
+#: value.
 _WEAK_WAITS = {
     "local": "does not wait for the standby",
     "remote_write": "waits until the standby has it in memory, not on its disk",
@@ -64,7 +77,8 @@ class Diagnosis:
 
 
 def diagnose(*, using: str | None = None) -> Diagnosis:
-    """Return the diagnosis of the database of the keys. Raises OperationalError if the database cannot be reached."""
+    """Return the diagnosis of the database of the keys. Raises OperationalError if the database
+    cannot be reached."""
     alias = using or router.db_for_write(IdempotencyKey)
     found = Diagnosis(alias, connections[alias].vendor)
     found.findings += [*_alias(found), *_keys(found), *_jobs(found), *_processes(found)]
@@ -72,7 +86,8 @@ def diagnose(*, using: str | None = None) -> Diagnosis:
         found.findings += [*_table(found), *_transactions(found), *_durability(found)]
     else:
         found.cannot_tell += [
-            f"{found.vendor} has no statistics of updates, dead rows and open transactions. It has one writer at a time."
+            f"{found.vendor} has no statistics of updates, dead rows and open transactions. It has"
+            " one writer at a time."
         ]
     return found
 
@@ -81,31 +96,46 @@ def _alias(found: Diagnosis) -> Iterator[Finding]:
     try:
         routed = aliases.routed_twin(found.database)
     except (OperationalError, InterfaceError) as error:
-        found.cannot_tell.append(f"Whether the router writes to this database under another alias: {first_line(error)}")
+        found.cannot_tell.append(
+            f"Whether the router writes to this database under another alias: {first_line(error)}"
+        )
         return
     if routed is not None:
         yield Finding(
             "second_alias",
-            f"The database {found.database!r} is also {routed!r}, to which the router writes. Loops and views that use "
-            f"{found.database!r} are not in one transaction with the queries of the project.",
-            f"Use {routed!r} for --database, using= and process_once(). Use {found.database!r} to migrate only.",
+            f"The database {found.database!r} is also {routed!r}, to which the router writes. Loops"
+            f" and views that use {found.database!r} are not in one transaction with the queries of"
+            " the project.",
+            f"Use {routed!r} for --database, using= and process_once(). Use {found.database!r} to"
+            " migrate only.",
         )
 
 
 def findings_of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
-    """Yield the findings about the unfinished keys, of which at most ``limit`` were read. The dashboard shows them too."""
+    """Yield the findings about the unfinished keys, of which at most ``limit`` were read. The
+    dashboard shows them too."""
     if keys.need_a_person:
         yield Finding(
             "stuck_keys",
             _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
-            % {"count": _at_least(keys.need_a_person, limit), "duration": duration(keys.stuck_for)},
-            _("Open the admin's list of keys with the filter 'stuck': each says why, and offers what can be done."),
+            % {
+                "count": _at_least(keys.need_a_person, limit),
+                "duration": duration(keys.stuck_for),
+            },
+            _(
+                "Open the admin's list of keys with the filter 'stuck': each says why, and offers"
+                " what can be done."
+            ),
         )
     if keys.completer_lag > LATE_SECONDS:
         yield Finding(
             "completer_late",
-            _("An abandoned request has waited %(duration)s for the completer.") % {"duration": duration(keys.completer_lag)},
-            _("Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look for errors in its log."),
+            _("An abandoned request has waited %(duration)s for the completer.")
+            % {"duration": duration(keys.completer_lag)},
+            _(
+                "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look"
+                " for errors in its log."
+            ),
         )
 
 
@@ -119,20 +149,25 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         "completer_lag_seconds": round(keys.completer_lag, 1),
     }
     yield from findings_of_keys(keys)
-    found.measured["keys_to_reap"] = to_reap = measures.keys_to_reap(found.database, REAPER_LATE_SECONDS)
+    found.measured["keys_to_reap"] = to_reap = measures.keys_to_reap(
+        found.database, REAPER_LATE_SECONDS
+    )
     if to_reap:
         yield Finding(
             "reaper_late",
-            f"Keys that should have been deleted {duration(REAPER_LATE_SECONDS)} ago: {_at_least(to_reap)}.",
-            "Start manage.py reap_keys --loop. If it counts them as 'protected', something prevents the deletion: a row that "
-            "refers to the key, for example with on_delete=PROTECT, a trigger, a signal receiver, or a missing privilege. Its "
-            "log names the error.",
+            f"Keys that should have been deleted {duration(REAPER_LATE_SECONDS)} ago:"
+            f" {_at_least(to_reap)}.",
+            "Start manage.py reap_keys --loop. If it counts them as 'protected', something prevents"
+            " the deletion: a row that refers to the key, for example with on_delete=PROTECT, a"
+            " trigger, a signal receiver, or a missing privilege. Its log names the error.",
         )
 
 
 def _jobs(found: Diagnosis) -> Iterator[Finding]:
     jobs = measures.staged_jobs(StagedJob.objects.using(found.database))
-    hooks = ProcessedMessage.objects.using(found.database).filter(HOOKS_FAILED)[:COUNT_LIMIT].count()
+    hooks = (
+        ProcessedMessage.objects.using(found.database).filter(HOOKS_FAILED)[:COUNT_LIMIT].count()
+    )
     found.measured |= {
         "jobs_due": jobs.due,
         "jobs_failed": jobs.failed_by_name.total(),
@@ -143,9 +178,10 @@ def _jobs(found: Diagnosis) -> Iterator[Finding]:
     if hooks:
         yield Finding(
             "hooks_failed",
-            f"Jobs that took effect, but whose on_commit hooks raised: {_at_least(hooks)}. The hooks are not called again.",
-            "manage.py staged_jobs list says why. Do by hand what the hooks should have done, then run manage.py staged_jobs "
-            "purge. Let the job stage another job instead of a hook.",
+            f"Jobs that took effect, but whose on_commit hooks raised: {_at_least(hooks)}. The"
+            " hooks are not called again.",
+            "manage.py staged_jobs list says why. Do by hand what the hooks should have done, then"
+            " run manage.py staged_jobs purge. Let the job stage another job instead of a hook.",
         )
 
 
@@ -154,8 +190,14 @@ def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Ite
         yield Finding(
             "jobs_late",
             _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
-            % {"count": _at_least(jobs.due, limit), "duration": duration(jobs.oldest)},
-            _("Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it cannot reach."),
+            % {
+                "count": _at_least(jobs.due, limit),
+                "duration": duration(jobs.oldest),
+            },
+            _(
+                "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it"
+                " cannot reach."
+            ),
         )
     if jobs.not_deleted:
         yield Finding(
@@ -163,8 +205,8 @@ def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Ite
             _("Staged jobs that the broker has, but whose rows cannot be deleted: %(count)s.")
             % {"count": _at_least(jobs.not_deleted, limit)},
             _(
-                "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a missing right. The "
-                "enqueuer then deletes the rows, and sends no job again."
+                "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a"
+                " missing right. The enqueuer then deletes the rows, and sends no job again."
             ),
         )
     if failed := jobs.failed_by_name.total():
@@ -172,8 +214,8 @@ def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Ite
             "jobs_failed",
             _("Staged jobs that have failed: %(count)s.") % {"count": _at_least(failed, limit)},
             _(
-                "manage.py staged_jobs list --failed says why. Correct the cause, then run manage.py staged_jobs retry --all, "
-                "or purge."
+                "manage.py staged_jobs list --failed says why. Correct the cause, then run"
+                " manage.py staged_jobs retry --all, or purge."
             ),
         )
 
@@ -181,17 +223,27 @@ def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Ite
 def _processes(found: Diagnosis) -> Iterator[Finding]:
     processes = measures.processes(found.database)
     found.measured["processes"] = [
-        {"name": process.name, "process": f"{process.host}/{process.pid}", "lag_seconds": round(process.age, 1)}
+        {
+            "name": process.name,
+            "process": f"{process.host}/{process.pid}",
+            "lag_seconds": round(process.age, 1),
+        }
         for process in processes
     ]
     for name in LOOPS.keys() - measures.lags(processes):
-        found.cannot_tell.append(f"No loop of {name} has a heartbeat. If cron does not run it, {LOOPS[name]}.")
+        found.cannot_tell.append(
+            f"No loop of {name} has a heartbeat. If cron does not run it, {LOOPS[name]}."
+        )
     yield from findings_of_processes(processes)
 
 
 def findings_of_processes(processes: list[measures.Process]) -> Iterator[Finding]:
-    """Yield a finding for each silent loop. There is none for a loop without any heartbeat, because cron may run that loop."""
-    lags, silent = measures.lags(processes), {process.name for process in processes if process.silent}
+    """Yield a finding for each silent loop. There is none for a loop without any heartbeat, because
+    cron may run that loop."""
+    lags, silent = (
+        measures.lags(processes),
+        {process.name for process in processes if process.silent},
+    )
     for name, otherwise in LOOPS.items():
         if name in silent:
             yield Finding(
@@ -206,31 +258,39 @@ def _table(found: Diagnosis) -> Iterator[Finding]:
     table = IdempotencyKey._meta.db_table
     row = _fetch(
         found,
-        "SELECT n_tup_upd, n_tup_hot_upd, n_live_tup, n_dead_tup, pg_total_relation_size(relid) FROM pg_stat_user_tables "
-        "WHERE relid = to_regclass(%s)",
+        "SELECT n_tup_upd, n_tup_hot_upd, n_live_tup, n_dead_tup, pg_total_relation_size(relid)"
+        " FROM pg_stat_user_tables WHERE relid = to_regclass(%s)",
         [connections[found.database].ops.quote_name(table)],
     )
     updates, hot, live, dead, size = row or (0, 0, 0, 0, 0)
-    ratio = hot / updates if updates else None  # Also without extra indexes it depends on the number of phases.
-    found.measured |= {"hot_ratio": ratio and round(ratio, 3), "dead_rows": dead, "live_rows": live, "total_bytes": size}
+    # Also without extra indexes it depends on the number of phases.
+    ratio = hot / updates if updates else None
+    found.measured |= {
+        "hot_ratio": ratio and round(ratio, 3),
+        "dead_rows": dead,
+        "live_rows": live,
+        "total_bytes": size,
+    }
     (extra,) = _fetch(
         found,
-        "SELECT string_agg(DISTINCT i.indexrelid::regclass::text, ', ') FROM pg_index AS i JOIN pg_attribute AS a "
-        "ON a.attrelid = i.indrelid AND a.attnum = ANY(i.indkey) WHERE i.indrelid = to_regclass(%s) AND a.attname = ANY(%s)",
+        "SELECT string_agg(DISTINCT i.indexrelid::regclass::text, ', ') FROM pg_index AS i JOIN"
+        " pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = ANY(i.indkey) WHERE"
+        " i.indrelid = to_regclass(%s) AND a.attname = ANY(%s)",
         [connections[found.database].ops.quote_name(table), _CHANGING],
     )
     if extra:
         yield Finding(
             "extra_index",
-            f"Indexes of {table} on columns that runs change: {extra}. Each phase then writes to every index of the table.",
+            f"Indexes of {table} on columns that runs change: {extra}. Each phase then writes to"
+            " every index of the table.",
             "Drop them. The admin and the loops do not use them.",
         )
     if dead > FEW_DEAD and dead > DEAD_SHARE * live:
         yield Finding(
             "dead_rows",
             f"{dead} rows of {table} are dead, beside {live} live ones: vacuum does not keep up.",
-            f"End long transactions, then VACUUM {table}; let autovacuum come earlier: ALTER TABLE {table} SET "
-            "(autovacuum_vacuum_scale_factor = 0.05).",
+            f"End long transactions, then VACUUM {table}; let autovacuum come earlier: ALTER TABLE"
+            f" {table} SET (autovacuum_vacuum_scale_factor = 0.05).",
         )
 
 
@@ -245,12 +305,15 @@ def _transactions(found: Diagnosis) -> Iterator[Finding]:
     )
     found.measured["oldest_transaction_seconds"] = round(oldest, 1)
     if hidden:
-        found.cannot_tell.append(f"The transactions of {hidden} sessions of other roles: GRANT pg_read_all_stats to see them.")
+        found.cannot_tell.append(
+            f"The transactions of {hidden} sessions of other roles: GRANT pg_read_all_stats to see"
+            " them."
+        )
     if oldest > OLDEST_TRANSACTION_SECONDS:
         yield Finding(
             "old_transaction",
-            f"A transaction has been open for {oldest:.0f} s (process {pid} of the database). VACUUM cannot remove rows that "
-            "were deleted or updated since.",
+            f"A transaction has been open for {oldest:.0f} s (process {pid} of the database)."
+            " VACUUM cannot remove rows that were deleted or updated since.",
             f"See what it does in pg_stat_activity, then SELECT pg_terminate_backend({pid}). "
             "idle_in_transaction_session_timeout ends forgotten ones.",
         )
@@ -259,26 +322,33 @@ def _transactions(found: Diagnosis) -> Iterator[Finding]:
 def _durability(found: Diagnosis) -> Iterator[Finding]:
     fsync, *settings = _fetch(found, f"SELECT current_setting('fsync'), {replication.SETTINGS}")
     names, synchronous_commit, _messages = settings
-    found.measured |= {"fsync": fsync, "synchronous_commit": synchronous_commit, "synchronous_standby_names": names}
+    found.measured |= {
+        "fsync": fsync,
+        "synchronous_commit": synchronous_commit,
+        "synchronous_standby_names": names,
+    }
     if "off" in (fsync, synchronous_commit):
         yield Finding(
             "not_durable",
-            f"fsync is {fsync}, synchronous_commit {synchronous_commit}: a crash of the database loses committed transactions.",
-            "Turn both on. Otherwise the request of a lost key runs again, with its downstream calls.",
+            f"fsync is {fsync}, synchronous_commit {synchronous_commit}: a crash of the database"
+            " loses committed transactions.",
+            "Turn both on. Otherwise the request of a lost key runs again, with its downstream"
+            " calls.",
         )
     if conf.get().CONFIRM_REPLICATED and (why := replication.obstacle(*settings)):
         yield Finding(
             "replays_refused",
             f"CONFIRM_REPLICATED is set, but {why}: each replay is refused with 503.",
-            "Set up a synchronous standby, with synchronous_commit on. If the storage of the server is replicated, set "
-            "CONFIRM_REPLICATED to 'storage'. Otherwise remove it.",
+            "Set up a synchronous standby, with synchronous_commit on. If the storage of the server"
+            " is replicated, set CONFIRM_REPLICATED to 'storage'. Otherwise remove it.",
         )
     elif names.strip() and synchronous_commit in _WEAK_WAITS:
         yield Finding(
             "not_replicated",
-            f"synchronous_commit is {synchronous_commit}: a commit {_WEAK_WAITS[synchronous_commit]}, so a failover may lose "
-            "it.",
-            "Set synchronous_commit to on. Otherwise the request of a lost key runs again, with its downstream calls.",
+            f"synchronous_commit is {synchronous_commit}: a commit"
+            f" {_WEAK_WAITS[synchronous_commit]}, so a failover may lose it.",
+            "Set synchronous_commit to on. Otherwise the request of a lost key runs again, with its"
+            " downstream calls.",
         )
 
 

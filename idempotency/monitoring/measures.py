@@ -1,7 +1,8 @@
 """The measurements that the dashboard, the doctor and the metrics share. Nothing is written.
 
-Each one reads a bounded number of rows through a partial index, the oldest first, so its cost does not depend on the size of a
-table. A count that equals the limit means "at least this number". Ages and lags are seconds.
+Each one reads a bounded number of rows through a partial index, the oldest first, so its cost does
+not depend on the size of a table. A count that equals the limit means "at least this number". Ages
+and lags are seconds.
 """
 
 from collections import Counter
@@ -18,14 +19,15 @@ from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring.heartbeats import SILENT_SECONDS
 
-#: The maximum number of rows of a kind that are read. Larger numbers would not change the required action.
+#: The maximum number of rows of a kind that are read. Larger numbers would not change the required
+#: action.
 COUNT_LIMIT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedKeys:
-    """The unfinished keys. ``oldest`` and ``completer_lag`` cover keys that the completer may still run. ``stuck_for`` covers
-    stuck keys that need manual review."""
+    """The unfinished keys. ``oldest`` and ``completer_lag`` cover keys that the completer may still
+    run. ``stuck_for`` covers stuck keys that need manual review."""
 
     count: int
     by_state: Counter[str]
@@ -43,9 +45,10 @@ class UnfinishedKeys:
 
 @dataclass(frozen=True, slots=True)
 class StagedJobs:
-    """The staged jobs. ``waiting`` has the seconds since each job was due (negative for a job that is not due yet), without
-    failed jobs. ``oldest`` is the largest of these values, or 0. ``not_deleted`` is the number of waiting jobs that the broker
-    has, but whose rows could not be deleted."""
+    """The staged jobs. ``waiting`` has the seconds since each job was due (negative for a job that
+    is not due yet), without failed jobs. ``oldest`` is the largest of these values, or 0.
+    ``not_deleted`` is the number of waiting jobs that the broker has, but whose rows could not be
+    deleted."""
 
     waiting: list[float]
     due: int
@@ -56,7 +59,8 @@ class StagedJobs:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A loop of a process and the age of its heartbeat. ``silent`` depends only on the youngest heartbeat of this name."""
+    """A loop of a process and the age of its heartbeat. ``silent`` depends only on the youngest
+    heartbeat of this name."""
 
     name: str
     host: str
@@ -66,28 +70,36 @@ class Process:
 
 
 def _pages(code: str) -> bool:
-    """Return whether a key with this stuck code needs manual review. A key that is refused when rebuilt waits for a retry of
-    its client."""
+    """Return whether a key with this stuck code needs manual review. A key that is refused when
+    rebuilt waits for a retry of its client."""
     return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
 def stuck_kinds(stuck: Any) -> tuple[Any, Any]:
     """Return the stuck keys that need manual review, and the other stuck keys."""
-    return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
+    return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(
+        stuck_code=StuckCode.REFUSED_WHEN_REBUILT
+    )
 
 
 def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
-    """Return the measurements of the unfinished keys among ``every``, a queryset, from one query. If that query returns
-    ``limit`` rows, use one query for each kind of key, so that each kind is measured."""
+    """Return the measurements of the unfinished keys among ``every``, a queryset, from one query.
+    If that query returns ``limit`` rows, use one query for each kind of key, so that each kind is
+    measured."""
     keys: Any = every.unfinished().with_state().order_by("created_at")
     open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
     keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
     keys = keys.annotate(stuck_for=Now() - F("stuck_at"))
-    keys = keys.values_list("state", "stuck_code", "recovery_point", "age", "lag", "open", "stuck_for", named=True)
+    keys = keys.values_list(
+        "state", "stuck_code", "recovery_point", "age", "lag", "open", "stuck_for", named=True
+    )
     rows = list(keys[:limit])
     if len(rows) == limit:
         others = (KeyState.IN_FLIGHT, KeyState.ACKNOWLEDGED, KeyState.ABANDONED, KeyState.WAITING)
-        kinds = [*stuck_kinds(keys.filter(state=KeyState.STUCK)), *(keys.filter(state=state) for state in others)]
+        kinds = [
+            *stuck_kinds(keys.filter(state=KeyState.STUCK)),
+            *(keys.filter(state=state) for state in others),
+        ]
         rows = [row for kind in kinds for row in kind[:limit]]
     ages: dict[str, list[float]] = {}
     for row in rows:
@@ -98,33 +110,71 @@ def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
         Counter(row.stuck_code for row in rows if row.state == KeyState.STUCK),
         ages,
         max((seconds_of(row.age) for row in rows if row.open), default=0.0),
-        max((seconds_of(row.lag) for row in rows if row.open and row.state != KeyState.IN_FLIGHT), default=0.0),
-        max((seconds_of(row.stuck_for) for row in rows if row.state == KeyState.STUCK and _pages(row.stuck_code)), default=0.0),
+        max(
+            (seconds_of(row.lag) for row in rows if row.open and row.state != KeyState.IN_FLIGHT),
+            default=0.0,
+        ),
+        max(
+            (
+                seconds_of(row.stuck_for)
+                for row in rows
+                if row.state == KeyState.STUCK and _pages(row.stuck_code)
+            ),
+            default=0.0,
+        ),
     )
 
 
 def keys_to_reap(using: str, late_seconds: int) -> int:
     """Return the number of keys that should have been deleted ``late_seconds`` ago."""
-    return IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds)[:COUNT_LIMIT].count()
+    return (
+        IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds)[:COUNT_LIMIT].count()
+    )
 
 
 def staged_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
-    not_deleted = ExpressionWrapper(Q(last_error__startswith=f"{NotDeleted.__name__}:"), output_field=BooleanField())
-    ages = jobs.filter(failed_at__isnull=True).order_by("run_at").values_list(Now() - F("run_at"), not_deleted)
-    failed = jobs.filter(failed_at__isnull=False).order_by("failed_at").values_list("job_name", flat=True)
+    not_deleted = ExpressionWrapper(
+        Q(last_error__startswith=f"{NotDeleted.__name__}:"), output_field=BooleanField()
+    )
+    ages = (
+        jobs.filter(failed_at__isnull=True)
+        .order_by("run_at")
+        .values_list(Now() - F("run_at"), not_deleted)
+    )
+    failed = (
+        jobs.filter(failed_at__isnull=False)
+        .order_by("failed_at")
+        .values_list("job_name", flat=True)
+    )
     rows = list(ages[:limit])
     waiting = [age.total_seconds() for age, _ in rows]
     kept = sum(row[1] for row in rows)
-    return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), kept, Counter(failed[:limit]))
+    return StagedJobs(
+        waiting,
+        sum(age >= 0 for age in waiting),
+        max([0.0, *waiting]),
+        kept,
+        Counter(failed[:limit]),
+    )
 
 
 def processes(using: str) -> list[Process]:
     """Return a process for each heartbeat, the youngest first."""
-    beats = ProcessHeartbeat.objects.using(using).order_by("-beat_at").annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]
+    beats = (
+        ProcessHeartbeat.objects.using(using)
+        .order_by("-beat_at")
+        .annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]
+    )
     youngest: dict[str, float] = {}
     return [
-        Process(beat.name, beat.host, beat.pid, age, youngest.setdefault(beat.name, age) > SILENT_SECONDS)
+        Process(
+            beat.name,
+            beat.host,
+            beat.pid,
+            age,
+            youngest.setdefault(beat.name, age) > SILENT_SECONDS,
+        )
         for beat in beats
         for age in [seconds_of(beat.age)]
     ]

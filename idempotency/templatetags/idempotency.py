@@ -1,4 +1,5 @@
-"""The template tag ``{% idempotency_key %}``: a key for an HTML form, so that a double submission takes effect once."""
+"""The template tag ``{% idempotency_key %}``: a key for an HTML form, so that a double submission
+takes effect once."""
 
 from typing import Any
 
@@ -16,10 +17,13 @@ register = template.Library()
 def idempotency_key(context: template.Context, name: str = "idempotency_key") -> SafeString:
     """Render a hidden field with a new key, for a view with ``key_from="form:idempotency_key"``.
 
-    A page that shows the errors of a form also gets a new key, because the corrected form is a different request. If the
-    template is rendered with a request of a visitor without a session, a session is created: it is the scope of the key.
+    A page that shows the errors of a form also gets a new key, because the corrected form is a
+    different request. If the template is rendered with a request of a visitor without a session, a
+    session is created: it is the scope of the key.
     """
     request: Any = getattr(context, "request", None)
-    if hasattr(request, "session") and not (user(request) or session(request) or request.session.session_key):
+    if hasattr(request, "session") and not (
+        user(request) or session(request) or request.session.session_key
+    ):
         request.session.create()
     return format_html('<input type="hidden" name="{}" value="{}">', name, time_ordered_uuid())

@@ -37,5 +37,6 @@ def written(at: datetime) -> str:
 
 
 def aware(at: datetime) -> datetime:
-    """Return a time with a time zone. A time without one, as with USE_TZ=False, gets the zone of the settings."""
+    """Return a time with a time zone. A time without one, as with USE_TZ=False, gets the zone of
+    the settings."""
     return timezone.make_aware(at, timezone.get_default_timezone()) if timezone.is_naive(at) else at

@@ -1,4 +1,5 @@
-"""The crash kit tests that a request has the same result if its process dies at any place and the request is run again.
+"""The crash kit tests that a request has the same result if its process dies at any place and the
+request is run again.
 
 ::
 
@@ -6,8 +7,9 @@
 
     @pytest.mark.django_db(transaction=True)
     def test_a_booking_survives(client, monkeypatch):
-        monkeypatch.setattr("shop.views.charge_card", Downstream("bank", {"id": "ch_1"}, key="idempotency_key"))
-        assert_survives(lambda key: client.post("/bookings", {"seats": 2}, headers={"Idempotency-Key": key}))
+        monkeypatch.setattr("shop.views.charge_card", Downstream("bank", {"id": "ch_1"},
+        key="idempotency_key")) assert_survives(lambda key: client.post("/bookings", {"seats": 2},
+        headers={"Idempotency-Key": key}))
 
 See ``docs/how-to/test-your-views.md``.
 """

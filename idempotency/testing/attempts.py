@@ -1,4 +1,5 @@
-"""Run two requests at once, each in its own thread with its own connections. Each pauses where the other must run first."""
+"""Run two requests at once, each in its own thread with its own connections. Each pauses where the
+other must run first."""
 
 import threading
 import time
@@ -18,17 +19,20 @@ from idempotency.testing.places import Place
 
 T = TypeVar("T")
 
-#: The maximum time to wait until an attempt ends, pauses or waits for a lock. Then the other attempt continues.
+#: The maximum time to wait until an attempt ends, pauses or waits for a lock. Then the other
+#: attempt continues.
 _PATIENCE_SECONDS = 2.0
 #: The time limit of a step. Only a deadlock inside the kit takes longer.
 _LIMIT_SECONDS = 20.0
 _LOOK_SECONDS = 0.004
-#: A thread without a task closes its connections after this time: a database with connections cannot be dropped.
+#: A thread without a task closes its connections after this time: a database with connections
+#: cannot be dropped.
 _IDLE_SECONDS = 0.2
 
 
 class Threads:
-    """The two threads of the attempts. They keep their connections to PostgreSQL: a new one takes as long as a request."""
+    """The two threads of the attempts. They keep their connections to PostgreSQL: a new one takes
+    as long as a request."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -74,10 +78,12 @@ class Threads:
 
 
 class Attempt:
-    """One of two requests with the same key. It pauses at the boundaries whose numbers are in ``stops``, until ``go_on()`` is
-    called."""
+    """One of two requests with the same key. It pauses at the boundaries whose numbers are in
+    ``stops``, until ``go_on()`` is called."""
 
-    def __init__(self, threads: Threads, ask: Callable[[], Answer], *stops: int, in_transactions: bool) -> None:
+    def __init__(
+        self, threads: Threads, ask: Callable[[], Answer], *stops: int, in_transactions: bool
+    ) -> None:
         self.run = Run(self._at)
         self.answer: Answer | None = None
         self.held: Place | None = None
@@ -100,15 +106,16 @@ class Attempt:
             self._go.set()
 
     def settle(self) -> None:
-        """Return when the attempt has ended, has paused, or waits for a lock of the other attempt."""
+        """Return when the attempt has ended, has paused, or waits for a lock of the other
+        attempt."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._stands.wait(_LOOK_SECONDS):
             if _somebody_waits() or time.monotonic() > deadline:
                 return
 
     def result(self) -> Answer:
-        """Let the attempt run to its end, and return the answer to its client. Raises the exception of the attempt if the kit
-        itself failed."""
+        """Let the attempt run to its end, and return the answer to its client. Raises the exception
+        of the attempt if the kit itself failed."""
         self._stops = ()
         self.go_on()
         self._ended.wait(_LIMIT_SECONDS)
@@ -144,29 +151,45 @@ class Attempt:
 
 
 def _can_be_kept(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the next attempt can use the connection: it is open, to PostgreSQL, and outside of any transaction."""
-    kept = connection.vendor == "postgresql" and connection.connection is not None and not connection.in_atomic_block
-    return kept and not connection.connection.closed and not connection.connection.info.transaction_status
+    """Return whether the next attempt can use the connection: it is open, to PostgreSQL, and
+    outside of any transaction."""
+    kept = (
+        connection.vendor == "postgresql"
+        and connection.connection is not None
+        and not connection.in_atomic_block
+    )
+    return (
+        kept
+        and not connection.connection.closed
+        and not connection.connection.info.transaction_status
+    )
 
 
 def may_be_held(place: Place, *, in_transactions: bool) -> bool:
     """Return whether an attempt can pause at a place while another attempt runs.
 
-    SQLite has one writer, and an INSERT with RETURNING still holds the lock of the file after it has returned.
+    SQLite has one writer, and an INSERT with RETURNING still holds the lock of the file after it
+    has returned.
     """
-    free = in_transactions or place.number == 1 or not (place.in_transaction or place.what == "statement")
+    free = (
+        in_transactions
+        or place.number == 1
+        or not (place.in_transaction or place.what == "statement")
+    )
     return place.boundary and free
 
 
 def _somebody_waits() -> bool:
     """Return whether a session of this database waits for a lock of another session."""
     for connection in connections.all(initialized_only=True):
-        # If this thread has no connection to a database, no session waits for a lock of this thread there.
+        # If this thread has no connection to a database, no session waits for a lock of this thread
+        # there.
         if connection.vendor == "postgresql" and connection.connection is not None:
             with connection.cursor() as cursor:
                 cursor.execute(
-                    "SELECT EXISTS (SELECT 1 FROM pg_stat_activity WHERE datname = current_database() "
-                    "AND wait_event_type = 'Lock' AND cardinality(pg_blocking_pids(pid)) > 0)"
+                    "SELECT EXISTS (SELECT 1 FROM pg_stat_activity WHERE datname ="
+                    " current_database() AND wait_event_type = 'Lock' AND"
+                    " cardinality(pg_blocking_pids(pid)) > 0)"
                 )
                 if cursor.fetchone()[0]:
                     return True

@@ -1,4 +1,5 @@
-"""Notice calls to downstream services: data on Python's sockets, and keys that are derived for calls."""
+"""Notice calls to downstream services: data on Python's sockets, and keys that are derived for
+calls."""
 
 import socket
 import ssl
@@ -16,7 +17,8 @@ from idempotency.testing.services import Address
 def downstream_calls_noticed(permitted: Container[Address]) -> Iterator[None]:
     """Record the data that observed runs send over Python's sockets, and the keys that they derive.
 
-    The ``permitted`` addresses may be called inside a transaction. psycopg does not use Python's sockets.
+    The ``permitted`` addresses may be called inside a transaction. psycopg does not use Python's
+    sockets.
     """
     with ExitStack() as stack:
         for kind in (ssl.SSLSocket, socket.socket):  # TLS sockets have their own methods
@@ -33,7 +35,9 @@ def downstream_calls_noticed(permitted: Container[Address]) -> Iterator[None]:
         yield
 
 
-def _noticing_connect(original: Callable[..., Any], permitted: Container[Address]) -> Callable[..., Any]:
+def _noticing_connect(
+    original: Callable[..., Any], permitted: Container[Address]
+) -> Callable[..., Any]:
     def connect(self: socket.socket, address: Any) -> Any:
         if run := _observing(self):
             _check(run, address, permitted)
@@ -42,7 +46,9 @@ def _noticing_connect(original: Callable[..., Any], permitted: Container[Address
     return connect
 
 
-def _noticing_send(original: Callable[..., Any], permitted: Container[Address]) -> Callable[..., Any]:
+def _noticing_send(
+    original: Callable[..., Any], permitted: Container[Address]
+) -> Callable[..., Any]:
     def send(self: socket.socket, data: Any, *args: Any) -> Any:
         if run := _observing(self):
             with suppress(OSError):  # send() itself raises the error of an unconnected socket.

@@ -1,8 +1,9 @@
-"""The results of a request, in a form in which two runs can be compared: ids, times and random values are replaced.
+"""The results of a request, in a form in which two runs can be compared: ids, times and random
+values are replaced.
 
-Ids become names (``<shop.Order 1>``), in rows, jobs and answers alike. Times become ``<time>``. Any other value that differs
-between two undisturbed runs is random. Equal random values get the same name, so places that had equal values must have equal
-values again.
+Ids become names (``<shop.Order 1>``), in rows, jobs and answers alike. Times become ``<time>``. Any
+other value that differs between two undisturbed runs is random. Equal random values get the same
+name, so places that had equal values must have equal values again.
 """
 
 import json
@@ -26,12 +27,26 @@ ChangedRows = dict[str, dict[Any, Any]]
 
 #: Models whose rows do not depend on the request, or whose effect is compared in the answer.
 LEFT_OUT = frozenset(
-    {"sessions.Session", "admin.LogEntry", "contenttypes.ContentType", "auth.Permission", "migrations.Migration"}
+    {
+        "sessions.Session",
+        "admin.LogEntry",
+        "contenttypes.ContentType",
+        "auth.Permission",
+        "migrations.Migration",
+    }
 )
-#: The columns of this app's tables that are compared. The other columns describe the course of the request.
+#: The columns of this app's tables that are compared. The other columns describe the course of the
+#: request.
 COUNTED_COLUMNS = {
     IdempotencyKey._meta.label: {"stuck_code", "response_code"},
-    "idempotency.StagedJob": {"id", "job_name", "job_args", "queue", "failed_at", "idempotency_key_id"},
+    "idempotency.StagedJob": {
+        "id",
+        "job_name",
+        "job_args",
+        "queue",
+        "failed_at",
+        "idempotency_key_id",
+    },
     "idempotency.DownstreamCall": {"key_id", "name", "result"},
     "idempotency.ProcessedMessage": {"source", "message_id"},
 }
@@ -60,7 +75,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a client: a response, or the exception behind a 500 if Django's test client raises it."""
+    """The answer to a client: a response, or the exception behind a 500 if Django's test client
+    raises it."""
 
     status: int
     content: bytes = b""
@@ -89,11 +105,13 @@ def leaves(
     ignored: Iterable[str],
     state: Callable[[], Any] | None,
 ) -> Leaves:
-    """Return the results of a run: the changed rows (or the result of ``state()``), the effects in downstream services, and the
-    answer."""
+    """Return the results of a run: the changed rows (or the result of ``state()``), the effects in
+    downstream services, and the answer."""
     names = _names(snapshot, rows)
     if state is None:
-        seen: Any = {label: _described(label, of_table, names, ignored) for label, of_table in rows.items()}
+        seen: Any = {
+            label: _described(label, of_table, names, ignored) for label, of_table in rows.items()
+        }
         seen = {f"rows of {label}": of_table for label, of_table in seen.items() if of_table}
     else:
         seen = {"state": state()}
@@ -105,7 +123,9 @@ def leaves(
 
 def random_paths(one: Leaves, other: Leaves) -> set[Path]:
     """Return the paths at which two undisturbed runs differ."""
-    return {path for path in one.keys() | other.keys() if one.get(path, GONE) != other.get(path, GONE)}
+    return {
+        path for path in one.keys() | other.keys() if one.get(path, GONE) != other.get(path, GONE)
+    }
 
 
 def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Difference]:
@@ -115,7 +135,8 @@ def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Differen
     return [
         Difference(path, expected.get(path, GONE), found.get(path, GONE))
         for path in paths
-        if expected.get(path, GONE) != found.get(path, GONE) and not (_filled(path, expected) or _filled(path, found))
+        if expected.get(path, GONE) != found.get(path, GONE)
+        and not (_filled(path, expected) or _filled(path, found))
     ]
 
 
@@ -145,8 +166,8 @@ def unnumbered(path: Path) -> Path:
 
 
 def _filled(path: Path, there: Leaves) -> bool:
-    """Return whether a container that is empty in the other results has contents in ``there``. Then the contents are the
-    difference, not the container."""
+    """Return whether a container that is empty in the other results has contents in ``there``. Then
+    the contents are the difference, not the container."""
     return path not in there and any(other[: len(path)] == path for other in there)
 
 
@@ -163,7 +184,8 @@ def changed_rows(snapshot: Snapshot) -> ChangedRows:
 
 
 def _names(snapshot: Snapshot, rows: ChangedRows) -> dict[str, str]:
-    """Return a name for the id of each new row: its table, and its number by id, or by contents if ids are random."""
+    """Return a name for the id of each new row: its table, and its number by id, or by contents if
+    ids are random."""
     names: dict[str, str] = {}
     for table in snapshot.tables:
         new = [pk for pk in rows.get(table.label, {}) if pk not in snapshot.read[table.label]]
@@ -176,10 +198,18 @@ def _names(snapshot: Snapshot, rows: ChangedRows) -> dict[str, str]:
 
 
 def _sortable(row: Any, pk: Any) -> str:
-    return repr([(name, value) for name, value in row.items() if value != pk and not isinstance(value, UUID | date | time)])
+    return repr(
+        [
+            (name, value)
+            for name, value in row.items()
+            if value != pk and not isinstance(value, UUID | date | time)
+        ]
+    )
 
 
-def _described(label: str, rows: dict[Any, Any], names: dict[str, str], ignored: Iterable[str]) -> dict[str, Any]:
+def _described(
+    label: str, rows: dict[Any, Any], names: dict[str, str], ignored: Iterable[str]
+) -> dict[str, Any]:
     counted = COUNTED_COLUMNS.get(label)
     described: dict[str, Any] = {}
     for pk, row in rows.items():
@@ -187,8 +217,14 @@ def _described(label: str, rows: dict[Any, Any], names: dict[str, str], ignored:
         if row is GONE:
             described[name] = "deleted"
         elif label not in ignored:
-            columns = {column: row[column] for column in row if counted is None or column in counted}
-            described[name] = {column: value for column, value in columns.items() if f"{label}.{column}" not in ignored}
+            columns = {
+                column: row[column] for column in row if counted is None or column in counted
+            }
+            described[name] = {
+                column: value
+                for column, value in columns.items()
+                if f"{label}.{column}" not in ignored
+            }
     return {} if label in ignored else described
 
 
@@ -224,10 +260,13 @@ def _plain(value: Any, names: dict[str, str]) -> Any:
 
 
 def _lettered(found: Leaves, random: set[Path]) -> Leaves:
-    """Return the results with a name for each random value. Equal random values have the same name."""
+    """Return the results with a name for each random value. Equal random values have the same
+    name."""
     letters: dict[str, str] = {}
     lettered = dict(found)
     for path in found:
         if path in random:
-            lettered[path] = letters.setdefault(repr(found[path]), f"<random value {len(letters) + 1}>")
+            lettered[path] = letters.setdefault(
+                repr(found[path]), f"<random value {len(letters) + 1}>"
+            )
     return lettered

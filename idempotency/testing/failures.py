@@ -17,59 +17,67 @@ _WRITES = ("INSERT", "UPDATE", "DELETE")
 _SHOWN = 4
 
 OUTSIDE = (
-    "Move this write into the atomic_phase that ends with the next recovery point, so that both commit together. In a plain "
-    "view, remove the code that commits the write early."
+    "Move this write into the atomic_phase that ends with the next recovery point, so that both"
+    " commit together. In a plain view, remove the code that commits the write early."
 )
-NO_RECOVERY_POINT = "End that phase with phase.set_recovery_point(NAME), declared in @idempotent(recovery_points=[...])."
+NO_RECOVERY_POINT = (
+    "End that phase with phase.set_recovery_point(NAME), declared in"
+    " @idempotent(recovery_points=[...])."
+)
 WRITTEN_AGAIN = (
-    "End the phase that writes it with phase.set_recovery_point(NAME). A run that begins at a later recovery point must skip "
-    "this phase."
+    "End the phase that writes it with phase.set_recovery_point(NAME). A run that begins at a later"
+    " recovery point must skip this phase."
 )
 UNSAFE_CALL = (
-    "If the downstream service supports idempotency keys, make the call in "
-    "`with request.idempotency_key.call(NAME) as call:`, and pass call.key to the service. Otherwise add at_most_once=True: "
-    "call(NAME, at_most_once=True) never makes the call twice. Both need a phased view: "
-    "@idempotent(recovery_points=[...])."
+    "If the downstream service supports idempotency keys, make the call in `with"
+    " request.idempotency_key.call(NAME) as call:`, and pass call.key to the service. Otherwise add"
+    " at_most_once=True: call(NAME, at_most_once=True) never makes the call twice. Both need a"
+    " phased view: @idempotent(recovery_points=[...])."
 )
 CALL_IN_TRANSACTION = (
     f"Make the call between two phases. {UNSAFE_CALL} If the call changes nothing in that system, "
     'exclude its address with ignore=["HOST:PORT"].'
 )
 RANDOM_KEY = (
-    "Pass call.key of `with request.idempotency_key.call(NAME) as call:`. It is the same in each run of this request, and "
-    "different for every other request."
+    "Pass call.key of `with request.idempotency_key.call(NAME) as call:`. It is the same in each"
+    " run of this request, and different for every other request."
 )
 OTHER_ARGUMENTS = (
-    "A service refuses a known key with other arguments. Compute each argument in a phase, store it in a row, and read it from "
-    "that row before the call; or call with other arguments under another key, key.call(ANOTHER_NAME)."
+    "A service refuses a known key with other arguments. Compute each argument in a phase, store it"
+    " in a row, and read it from that row before the call; or call with other arguments under"
+    " another key, key.call(ANOTHER_NAME)."
 )
 LOST_UPDATE = (
-    'Compute the value in the database, update(balance=F("balance") + 10), or lock each row with '
-    "select_for_update() when you read it. Prevent double rows with a unique constraint. Or run the "
-    "whole project at SERIALIZABLE. See docs/explanation/isolation.md."
+    'Compute the value in the database, update(balance=F("balance") + 10), or lock each row with'
+    " select_for_update() when you read it. Prevent double rows with a unique constraint. Or run"
+    " the whole project at SERIALIZABLE. See docs/explanation/isolation.md."
 )
 LOST = (
-    "Work after the last COMMIT, or in on_commit, is lost if the process dies. Do it before the phase that stores the "
-    "response, or stage a job for it in that phase with stage_job()."
+    "Work after the last COMMIT, or in on_commit, is lost if the process dies. Do it before the"
+    " phase that stores the response, or stage a job for it in that phase with stage_job()."
 )
 GONE_WITH_THE_RUN = (
-    "Variables of an earlier run are gone. At each recovery point, read the data from the rows that earlier phases committed: "
-    "Model.objects.get(idempotency_key=key)."
+    "Variables of an earlier run are gone. At each recovery point, read the data from the rows that"
+    " earlier phases committed: Model.objects.get(idempotency_key=key)."
 )
 OTHER_ANSWER = (
-    "Build the response from rows that the phases committed, read at the last recovery point; not from variables, counts or "
-    "random values of the run that happens to answer."
+    "Build the response from rows that the phases committed, read at the last recovery point; not"
+    " from variables, counts or random values of the run that happens to answer."
 )
 NOT_REBUILT = (
-    "The completer runs the stored request without middleware: it has no session, and only a few headers. Name each value that "
-    "the view reads in @idempotent(keep=[...]), or set it in the function of IDEMPOTENCY['PREPARE_REQUEST']."
+    "The completer runs the stored request without middleware: it has no session, and only a few"
+    " headers. Name each value that the view reads in @idempotent(keep=[...]), or set it in the"
+    " function of IDEMPOTENCY['PREPARE_REQUEST']."
 )
-FOR_A_PERSON = "The view must store a response, or refuse the request in the same way, in each later run."
+FOR_A_PERSON = (
+    "The view must store a response, or refuse the request in the same way, in each later run."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A course of events whose result differs from that of an undisturbed request, with its cause and cure."""
+    """A course of events whose result differs from that of an undisturbed request, with its cause
+    and cure."""
 
     course: str
     cause: str
@@ -84,16 +92,27 @@ class Failure:
 
 
 def explained(
-    course: str, differences: Sequence[Difference], answer: Answer, undisturbed: Run, derived: set[str], effects: Sequence[str]
+    course: str,
+    differences: Sequence[Difference],
+    answer: Answer,
+    undisturbed: Run,
+    derived: set[str],
+    effects: Sequence[str],
 ) -> Failure:
-    """Return the failure with the likeliest cause of the differences. ``effects`` has the lines at which the undisturbed run
-    caused an effect in a downstream service."""
+    """Return the failure with the likeliest cause of the differences. ``effects`` has the lines at
+    which the undisturbed run caused an effect in a downstream service."""
     cause, cure = (
         _of_refusals()
         or _of_effects(differences, derived, effects)
         or _of_rows(differences, answer, undisturbed)
         or _of_failure(answer, differences)
-        or (f"The answer depends on the run that gives it; it is stored at {_storing(undisturbed)}.", OTHER_ANSWER)
+        or (
+            (
+                "The answer depends on the run that gives it; it is stored at"
+                f" {_storing(undisturbed)}."
+            ),
+            OTHER_ANSWER,
+        )
     )
     return Failure(course, cause, cure, tuple(differences))
 
@@ -101,17 +120,19 @@ def explained(
 def call_in_transaction(course: str, line: str) -> Failure:
     """Return the failure of a call inside a transaction.
 
-    It is a failure even if each crash ends well, because the kit does not know all effects of the call.
+    It is a failure even if each crash ends well, because the kit does not know all effects of the
+    call.
     """
     cause = (
-        f"{line} calls a downstream service inside a transaction. If the process dies before COMMIT, "
-        "the rollback leaves no trace of the call, and a retry makes the call again."
+        f"{line} calls a downstream service inside a transaction. If the process dies before"
+        " COMMIT, the rollback leaves no trace of the call, and a retry makes the call again."
     )
     return Failure(course, cause, CALL_IN_TRANSACTION, ())
 
 
 def interfering(course: str, differences: Sequence[Difference], undisturbed: Run) -> Failure:
-    """Return the failure of two requests with different keys that leave other data than consecutive requests."""
+    """Return the failure of two requests with different keys that leave other data than consecutive
+    requests."""
     writes = _writes(_labels(differences), undisturbed)
     lines = sorted({place.line for place in writes if not _is_own(place)})
     cause = (
@@ -122,7 +143,8 @@ def interfering(course: str, differences: Sequence[Difference], undisturbed: Run
 
 
 def not_completed(course: str, last_error: str) -> Failure:
-    """Return the failure of a request that the completer cannot finish. It is a failure because the client may never retry."""
+    """Return the failure of a request that the completer cannot finish. It is a failure because the
+    client may never retry."""
     cause = f"No run of the completer finished the request. The last error: {summary(last_error)}"
     return Failure(course, cause, NOT_REBUILT, ())
 
@@ -131,7 +153,9 @@ def _of_refusals() -> tuple[str, str] | None:
     return next(((sentence, OTHER_ARGUMENTS) for sentence in refusals()), None)
 
 
-def _of_effects(differences: Sequence[Difference], derived: set[str], effects: Sequence[str]) -> tuple[str, str] | None:
+def _of_effects(
+    differences: Sequence[Difference], derived: set[str], effects: Sequence[str]
+) -> tuple[str, str] | None:
     here = [difference for difference in differences if difference.path[0] == "effects"]
     if not here:
         return None
@@ -143,15 +167,23 @@ def _of_effects(differences: Sequence[Difference], derived: set[str], effects: S
             continue
         lines = _joined(sorted({line for _, line in fake.origins}))
         if None in keys:
-            return f"{fake.name} was called {len(keys)} times without an idempotency key, at {lines}.", UNSAFE_CALL
+            return (
+                f"{fake.name} was called {len(keys)} times without an idempotency key, at {lines}.",
+                UNSAFE_CALL,
+            )
         if not derived.issuperset(map(str, keys)):
-            cause = f"{fake.name} got a different key in each run, and not every key came from key.call() or key.derive()"
+            cause = (
+                f"{fake.name} got a different key in each run, and not every key came from"
+                " key.call() or key.derive()"
+            )
             return f"{cause}, at {lines}.", RANDOM_KEY
         return f"{fake.name} was called under several derived keys, at {lines}.", RANDOM_KEY
     return f"A call to a downstream service was made again: {_joined(effects)}.", UNSAFE_CALL
 
 
-def _of_rows(differences: Sequence[Difference], answer: Answer, undisturbed: Run) -> tuple[str, str] | None:
+def _of_rows(
+    differences: Sequence[Difference], answer: Answer, undisturbed: Run
+) -> tuple[str, str] | None:
     rows = [difference for difference in differences if difference.path[0].startswith("rows of ")]
     labels = _labels(differences)
     again = isinstance(answer.error, IntegrityError)
@@ -162,29 +194,50 @@ def _of_rows(differences: Sequence[Difference], answer: Answer, undisturbed: Run
         if not place.in_transaction and not _is_own(place):
             return f"{place.line} writes outside of any phase: {place.detail}", OUTSIDE
     for end in undisturbed.no_ops:
-        begin = max((p.number for p in undisturbed.places[: end - 1] if p.when == "before" and p.what == "COMMIT"), default=0)
-        begin = max((p.number for p in undisturbed.places[: begin - 1] if p.what == "COMMIT"), default=0)
+        begin = max(
+            (
+                p.number
+                for p in undisturbed.places[: end - 1]
+                if p.when == "before" and p.what == "COMMIT"
+            ),
+            default=0,
+        )
+        begin = max(
+            (p.number for p in undisturbed.places[: begin - 1] if p.what == "COMMIT"), default=0
+        )
         for place in writes:
             if begin < place.number <= end and not _is_own(place):
-                cause = f"{place.line} writes in a phase that keeps the recovery point, so each run repeats the write"
+                cause = (
+                    f"{place.line} writes in a phase that keeps the recovery point, so each run"
+                    " repeats the write"
+                )
                 return f"{cause}: {place.detail}", NO_RECOVERY_POINT
     if answer.error is not None and not again:
         return None
     lines = _joined(sorted({place.line for place in writes if not _is_own(place)}))
     if rows and all(difference.found == GONE for difference in rows):
         return f"Rows that the undisturbed request writes are missing: {lines}.", LOST
-    return f"More than one run wrote these rows, or the runs wrote different values: {lines}.", WRITTEN_AGAIN
+    return (
+        f"More than one run wrote these rows, or the runs wrote different values: {lines}.",
+        WRITTEN_AGAIN,
+    )
 
 
 def _of_failure(answer: Answer, differences: Sequence[Difference]) -> tuple[str, str] | None:
     if answer.error is not None:
         return (
-            f"The retry raised {type(answer.error).__name__} at {line_of_error(answer.error)}: {answer.error}",
+            (
+                f"The retry raised {type(answer.error).__name__} at {line_of_error(answer.error)}:"
+                f" {answer.error}"
+            ),
             GONE_WITH_THE_RUN,
         )
     if any(difference.path == ("answer", "status") for difference in differences):
         return (
-            f"The retries never came to the end: the last answer was {answer.status} {str(answer.body())[:300]}",
+            (
+                f"The retries never came to the end: the last answer was {answer.status}"
+                f" {str(answer.body())[:300]}"
+            ),
             FOR_A_PERSON,
         )
     return None
@@ -192,7 +245,11 @@ def _of_failure(answer: Answer, differences: Sequence[Difference]) -> tuple[str,
 
 def _labels(differences: Sequence[Difference]) -> set[str]:
     """Return the models whose rows differ, except keys."""
-    paths = {difference.path[0] for difference in differences if difference.path[0].startswith("rows of ")}
+    paths = {
+        difference.path[0]
+        for difference in differences
+        if difference.path[0].startswith("rows of ")
+    }
     return {path.removeprefix("rows of ") for path in paths} - {IdempotencyKey._meta.label}
 
 
@@ -200,15 +257,24 @@ def _writes(labels: set[str], undisturbed: Run) -> list[Place]:
     """Return the writes to the tables of these models; without models, all writes."""
     tables = {apps.get_model(label)._meta.db_table for label in labels}
     writes = [place for place in undisturbed.places if _is_write(place)]
-    return [place for place in writes if not tables or any(table in place.detail for table in tables)]
+    return [
+        place for place in writes if not tables or any(table in place.detail for table in tables)
+    ]
 
 
 def _is_write(place: Place) -> bool:
-    return place.when == "before" and place.what == "statement" and place.detail.lstrip("( ").startswith(_WRITES)
+    return (
+        place.when == "before"
+        and place.what == "statement"
+        and place.detail.lstrip("( ").startswith(_WRITES)
+    )
 
 
 def _is_own(place: Place) -> bool:
-    return "idempotency_" in place.detail.split(" SET ")[0].split("(")[0] or "django_session" in place.detail
+    return (
+        "idempotency_" in place.detail.split(" SET ")[0].split("(")[0]
+        or "django_session" in place.detail
+    )
 
 
 def _storing(run: Run) -> str:

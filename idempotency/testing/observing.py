@@ -1,8 +1,10 @@
-"""Observe one run of a request: record each place that the run reaches, and simulate a crash at one of them.
+"""Observe one run of a request: record each place that the run reaches, and simulate a crash at one
+of them.
 
-A simulated crash raises a BaseException. After it the open transactions of the run are lost, no new connection opens, and
-each further statement, COMMIT or downstream call raises the exception again. So ``finally`` and ``except`` cannot write to the
-database. A simulated crash does not clear the memory of the process: module globals and caches keep their values.
+A simulated crash raises a BaseException. After it the open transactions of the run are lost, no new
+connection opens, and each further statement, COMMIT or downstream call raises the exception again.
+So ``finally`` and ``except`` cannot write to the database. A simulated crash does not clear the
+memory of the process: module globals and caches keep their values.
 """
 
 import re
@@ -30,7 +32,8 @@ _WRITE = re.compile(
 
 
 class Died(BaseException):
-    """The process is dead. This class is not an Exception, so that ``except Exception`` in a view does not handle it."""
+    """The process is dead. This class is not an Exception, so that ``except Exception`` in a view
+    does not handle it."""
 
 
 class Run:
@@ -39,7 +42,8 @@ class Run:
     def __init__(self, at: Callable[["Run", Place], None] = lambda run, place: None) -> None:
         self._at = at
         self.places: list[Place] = []
-        #: The address and the user's line of each call to a downstream service inside a transaction.
+        #: The address and the user's line of each call to a downstream service inside a
+        #: transaction.
         self.calls_in_transactions: set[tuple[Address, str]] = set()
         self.dead = False
         #: The results of ``key.derive()``.
@@ -48,27 +52,50 @@ class Run:
         self.written: set[tuple[str, str, str]] = set()
         #: The number of the last place of each phase that ended with no_op().
         self.no_ops: list[int] = []
-        #: The connections that were cut; for each, the connection of the driver, and the id of the server process.
+        #: The connections that were cut; for each, the connection of the driver, and the id of the
+        #: server process.
         self.cut: list[tuple[BaseDatabaseWrapper, Any, int | None]] = []
         #: The connections of the thread that sends the request.
         self.connections: list[BaseDatabaseWrapper] = []
         self._recovery_point = "started"
         self._awaiting = False
 
-    def reach(self, when: When, what: What, detail: str = "", *, connection: BaseDatabaseWrapper | None = None) -> None:
+    def reach(
+        self,
+        when: When,
+        what: What,
+        detail: str = "",
+        *,
+        connection: BaseDatabaseWrapper | None = None,
+    ) -> None:
         """Record that the run has reached a place."""
         if self.dead:
             raise Died
-        in_transaction = any(map(_in_transaction, [connection] if connection else _open_connections()))
-        place = Place(len(self.places) + 1, when, what, shortened(detail), users_line(), in_transaction, KEYS in detail)
+        in_transaction = any(
+            map(_in_transaction, [connection] if connection else _open_connections())
+        )
+        place = Place(
+            len(self.places) + 1,
+            when,
+            what,
+            shortened(detail),
+            users_line(),
+            in_transaction,
+            KEYS in detail,
+        )
         self.places.append(place)
         self._at(self, place)
 
     def die(self) -> None:
-        """Simulate a crash at this place. Open transactions and their locks are lost; committed data stays."""
+        """Simulate a crash at this place. Open transactions and their locks are lost; committed
+        data stays."""
         self.dead = True
         for connection in _open_connections():
-            pid = connection.connection.info.backend_pid if connection.vendor == "postgresql" else None
+            pid = (
+                connection.connection.info.backend_pid
+                if connection.vendor == "postgresql"
+                else None
+            )
             self.cut.append((connection, connection.connection, pid))
             _cut(connection)
         raise Died
@@ -85,13 +112,18 @@ class Run:
         An async view runs in another thread than its statements, so the connections are those of
         the thread that sends the request.
         """
-        if any(connection.connection is not None and _in_transaction(connection) for connection in self.connections):
+        if any(
+            connection.connection is not None and _in_transaction(connection)
+            for connection in self.connections
+        ):
             self.calls_in_transactions.add((address, users_line()))
 
     def sends(self, data: Any) -> None:
         """Record that data is sent to a downstream service."""
         if not self._awaiting:
-            self.reach("before", "downstream call", bytes(data[:200]).split(b"\r\n")[0].decode("latin-1"))
+            self.reach(
+                "before", "downstream call", bytes(data[:200]).split(b"\r\n")[0].decode("latin-1")
+            )
         self._awaiting = True
 
     def receives(self) -> None:
@@ -117,7 +149,8 @@ def reach(when: When, what: What, detail: str) -> None:
 
 @contextmanager
 def observed(run: Run) -> Iterator[None]:
-    """Observe the block as one run of a request. Afterwards the connections work again, however the block ended."""
+    """Observe the block as one run of a request. Afterwards the connections work again, however the
+    block ended."""
     run.connections = [connections[alias] for alias in connections]
     token = _active.set(run)
     phase_committed.connect(run.noticed_phase, weak=False)
@@ -134,12 +167,16 @@ def observed(run: Run) -> Iterator[None]:
 
 
 def _open_connections() -> list[BaseDatabaseWrapper]:
-    return [connection for connection in connections.all(initialized_only=True) if connection.connection is not None]
+    return [
+        connection
+        for connection in connections.all(initialized_only=True)
+        if connection.connection is not None
+    ]
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the connection is in a transaction. Django's own flag is not enough: when Django commits, it has already
-    left its atomic block."""
+    """Return whether the connection is in a transaction. Django's own flag is not enough: when
+    Django commits, it has already left its atomic block."""
     if connection.vendor == "postgresql":
         return bool(connection.connection.info.transaction_status)
     return bool(getattr(connection.connection, "in_transaction", connection.in_atomic_block))
@@ -147,11 +184,13 @@ def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
 
 @contextmanager
 def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
-    """Record that the run reaches a place, before and after each statement and COMMIT of a connection."""
+    """Record that the run reaches a place, before and after each statement and COMMIT of a
+    connection."""
     commit, connect, open_cursor = connection._commit, connection.connect, connection._cursor  # type: ignore[attr-defined]
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
-        text = sql.as_string(connection.connection) if hasattr(sql, "as_string") else str(sql)  # composed by psycopg
+        # composed by psycopg
+        text = sql.as_string(connection.connection) if hasattr(sql, "as_string") else str(sql)
         run.written |= _written_tables(text, connection)
         run.reach("before", "statement", text, connection=connection)
         result = execute(sql, *arguments)
@@ -184,29 +223,32 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
 
 
 def _written_tables(sql: str, connection: BaseDatabaseWrapper) -> set[tuple[str, str, str]]:
-    """Return the database, the schema or "", and the table of each write of a statement, as the catalogue spells them."""
+    """Return the database, the schema or "", and the table of each write of a statement, as the
+    catalogue spells them."""
 
     def spelt(name: str) -> str:
         if name[:1] in ('"', "`"):
             return name[1:-1].replace('""', '"')
         return name.lower() if connection.vendor == "postgresql" else name
 
-    return {(connection.alias, spelt(schema), spelt(table)) for schema, table in _WRITE.findall(sql)}
+    return {
+        (connection.alias, spelt(schema), spelt(table)) for schema, table in _WRITE.findall(sql)
+    }
 
 
 def _cut(connection: BaseDatabaseWrapper) -> None:
     """End the open transaction of a connection, as the database does if the client process ends."""
     if connection.vendor == "sqlite":
-        # A rollback has the same effect as a new connection after a crash. The connection must stay open, because a database
-        # in memory ends with its connection.
+        # A rollback has the same effect as a new connection after a crash. The connection must stay
+        # open, because a database in memory ends with its connection.
         connection.connection.rollback()
     else:
         connection.connection.close()
 
 
 def _revive(run: Run) -> None:
-    """Replace each connection that was cut by a new connection, as in a new process. Return when the server has ended the old
-    connections."""
+    """Replace each connection that was cut by a new connection, as in a new process. Return when
+    the server has ended the old connections."""
     for connection, cut, pid in run.cut:
         if connection.connection is not None and connection.vendor != "sqlite":
             connection._close()  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""The places of a request where its process can die, and the line of the user's code at each place."""
+"""The places of a request where its process can die, and the line of the user's code at each
+place."""
 
 import sys
 import sysconfig
@@ -17,7 +18,8 @@ When = Literal["before", "after"]
 What = Literal["statement", "COMMIT", "downstream call", "response"]
 
 KEYS = IdempotencyKey._meta.db_table
-#: The folders without code of the user: this app, Django, the standard library and installed packages.
+#: The folders without code of the user: this app, Django, the standard library and installed
+#: packages.
 _LIBRARIES = tuple(
     f"{Path(folder).resolve()}/"
     for folder in (
@@ -43,14 +45,20 @@ class Place:
     #: File, line and function of the user's code.
     line: str
     in_transaction: bool
-    #: Whether it is a statement on the table of keys. Outside a transaction, such a statement is the claim.
+    #: Whether it is a statement on the table of keys. Outside a transaction, such a statement is
+    #: the claim.
     of_key: bool
 
     @property
     def boundary(self) -> bool:
-        """Whether a phase or a downstream call begins or ends here, or the key was claimed. Two runs can be interleaved at
-        these places."""
-        claim = self.when == "after" and self.what == "statement" and self.of_key and not self.in_transaction
+        """Whether a phase or a downstream call begins or ends here, or the key was claimed. Two
+        runs can be interleaved at these places."""
+        claim = (
+            self.when == "after"
+            and self.what == "statement"
+            and self.of_key
+            and not self.in_transaction
+        )
         return self.number == 1 or self.what != "statement" or claim
 
     def __str__(self) -> str:
@@ -65,11 +73,15 @@ def shortened(text: str) -> str:
 
 
 def users_line() -> str:
-    """Return the innermost line of the user's code on the call stack (of a view or of a function that it calls), and the line
-    that called it."""
+    """Return the innermost line of the user's code on the call stack (of a view or of a function
+    that it calls), and the line that called it."""
     frame: FrameType | None = sys._getframe(1)
     found: list[str] = []
-    while frame is not None and len(found) < 2 and not (found and frame.f_code.co_filename == django.test.client.__file__):
+    while (
+        frame is not None
+        and len(found) < 2
+        and not (found and frame.f_code.co_filename == django.test.client.__file__)
+    ):
         if line := _line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):
             found.append(line)
         frame = frame.f_back
@@ -93,8 +105,8 @@ def _line_of(filename: str, number: int, function: str) -> str:
 
 @cache
 def _users_file(filename: str) -> str:
-    """Return the path of a file of the user's code, relative to the current folder if the file is inside that folder. For any
-    other file, return an empty string."""
+    """Return the path of a file of the user's code, relative to the current folder if the file is
+    inside that folder. For any other file, return an empty string."""
     path = Path(filename)
     if filename.startswith("<") or str(path.resolve()).startswith(_LIBRARIES):
         return ""

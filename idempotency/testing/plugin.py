@@ -1,4 +1,5 @@
-"""The kit for pytest: ``pytest_plugins = ["idempotency.testing.plugin"]`` in the root ``conftest.py``."""
+"""The kit for pytest: ``pytest_plugins = ["idempotency.testing.plugin"]`` in the root
+``conftest.py``."""
 
 import logging
 from collections.abc import Callable
@@ -11,14 +12,16 @@ from idempotency.testing.progress import logger
 
 
 class _Terminal(logging.Handler):
-    """A log handler that writes the lines of the kit to the terminal, even while pytest captures the output."""
+    """A log handler that writes the lines of the kit to the terminal, even while pytest captures
+    the output."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(logging.INFO)
         self._plugins = config.pluginmanager
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line to the terminal. In a worker of pytest-xdist, which has no terminal, do nothing."""
+        """Write a line to the terminal. In a worker of pytest-xdist, which has no terminal, do
+        nothing."""
         terminal, capture = map(self._plugins.getplugin, ("terminalreporter", "capturemanager"))
         if terminal is not None:
             with capture.global_and_fixture_disabled() if capture is not None else nullcontext():

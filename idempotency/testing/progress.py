@@ -1,4 +1,5 @@
-"""The expected duration and the progress of a proof: log lines of ``idempotency.testing``, shown while the test runs."""
+"""The expected duration and the progress of a proof: log lines of ``idempotency.testing``, shown
+while the test runs."""
 
 import logging
 import sys
@@ -29,11 +30,15 @@ class Progress:
             self._said = now
             courses = max(self._courses, self._done + 1)
             left = (now - self._began) / self._done * (courses - self._done)
-            _say(f"crash kit: {self._done} of about {courses} courses of events, about {left:.0f} s left")
+            _say(
+                f"crash kit: {self._done} of about {courses} courses of events, about {left:.0f} s"
+                " left"
+            )
 
 
 def _say(line: str) -> None:
-    """Log a line. If the level INFO is off, as in most tests of unittest, write the line to the terminal, if there is one."""
+    """Log a line. If the level INFO is off, as in most tests of unittest, write the line to the
+    terminal, if there is one."""
     if logger.isEnabledFor(logging.INFO):
         logger.info(line)
     elif sys.stderr.isatty():

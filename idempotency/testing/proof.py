@@ -1,4 +1,5 @@
-"""Run a request in every course of events. Each course starts from the same state, and must end with the same result."""
+"""Run a request in every course of events. Each course starts from the same state, and must end
+with the same result."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +23,14 @@ from idempotency.testing.snapshots import Snapshot
 from idempotency.testing.stage import COME_BACK, Send, T
 from idempotency.testing.two_keys import TwoKeys, one_connection
 
-#: A key with this stuck code is not a failure: the call is not repeated, because only manual review can find out whether it
-#: took effect.
+#: A key with this stuck code is not a failure: the call is not repeated, because only manual review
+#: can find out whether it took effect.
 _HANDED_OVER = CallInDoubt.code
 
 
 class Proof(TwoKeys):
-    """A context manager that runs one request in every course of events. On exit, all rows are as they were before."""
+    """A context manager that runs one request in every course of events. On exit, all rows are as
+    they were before."""
 
     def __init__(self, send: Send, **options: Any) -> None:
         super().__init__(send, **options)
@@ -48,7 +50,9 @@ class Proof(TwoKeys):
         self._stack.enter_context(downstream_calls_noticed(permitted_addresses(self._ignore)))
         self._threads = Threads()
         self._stack.callback(self._threads.close)
-        self._in_transactions = all(connections[alias].vendor == "postgresql" for alias in connections)
+        self._in_transactions = all(
+            connections[alias].vendor == "postgresql" for alias in connections
+        )
         began = time.monotonic()
         try:
             self._undisturbed = self._run_undisturbed()
@@ -72,7 +76,10 @@ class Proof(TwoKeys):
     def crashes(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each crash of the process with each way of recovery, as a title and a check."""
         for place in self._undisturbed.places:
-            for how, by_completer in (("the client retries", False), ("the completer takes over", True)):
+            for how, by_completer in (
+                ("the client retries", False),
+                ("the completer takes over", True),
+            ):
                 title = f"The process dies {place}\n   and {how}."
                 yield title, partial(self._crash, place, title, by_completer)
 
@@ -83,27 +90,39 @@ class Proof(TwoKeys):
             yield title, partial(call_in_transaction, title, line)
 
     def races(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
-        """Yield each interleaving of two attempts with one key. If the lock has expired, the first attempt resumes late."""
+        """Yield each interleaving of two attempts with one key. If the lock has expired, the first
+        attempt resumes late."""
         if not self._in_transactions:
             self.report.skipped.append(
                 "two attempts at once: not tested, because SQLite in memory has only one connection"
                 if one_connection()
-                else "two attempts at once inside a transaction: not tested, because SQLite has one writer"
+                else (
+                    "two attempts at once inside a transaction: not tested, because SQLite has one"
+                    " writer"
+                )
             )
         for expired in (False, True):
             for first, place in enumerate(self._held()):
                 second = 0
                 stopped = [True]
                 while stopped.pop():
-                    stopped.append(False)  # until the check shows that the second attempt reached its stop
-                    how = "its lock expires, and a second attempt overtakes it" if expired else "a second attempt comes"
-                    title = f"An attempt is held up {place}\n   {how}, and is held up at its boundary {second + 1}."
+                    # until the check shows that the second attempt reached its stop
+                    stopped.append(False)
+                    how = (
+                        "its lock expires, and a second attempt overtakes it"
+                        if expired
+                        else "a second attempt comes"
+                    )
+                    title = (
+                        f"An attempt is held up {place}\n   {how}, and is held up at its boundary"
+                        f" {second + 1}."
+                    )
                     yield title, partial(self._race, first, second, expired, title, stopped)
                     second += 1
 
     def _aside(self, work: Callable[[], T]) -> T:
-        """Do the work on a connection that no simulated crash closes, because a new connection would read the catalog of the
-        database again."""
+        """Do the work on a connection that no simulated crash closes, because a new connection
+        would read the catalog of the database again."""
         return self._threads.call(work) if self._in_transactions else work()
 
     def _compare_replay(self, answer: Answer, again: Answer) -> None:
@@ -111,21 +130,24 @@ class Proof(TwoKeys):
             return
         if again.content != answer.content:
             raise CannotProve(
-                f"The replay differs from the first response: {answer.content[:200]!r}, then {again.content[:200]!r}."
+                f"The replay differs from the first response: {answer.content[:200]!r}, then"
+                f" {again.content[:200]!r}."
             )
         if once := answer.headers ^ again.headers:
             raise CannotProve(
-                f"The header {min(once)!r} is in the first response or in its replay, but not in both. Set the headers of a "
-                "response before it is stored."
+                f"The header {min(once)!r} is in the first response or in its replay, but not in"
+                " both. Set the headers of a response before it is stored."
             )
 
     def _run_undisturbed(self) -> Run:
-        """Run the request twice, and return the second run. Values that differ are random. The result of the first run is the
-        expected result of all other runs."""
+        """Run the request twice, and return the second run. Values that differ are random. The
+        result of the first run is the expected result of all other runs."""
         places_of_effects: list[str] = []
 
         def note_effects(run: Run, place: Place) -> None:
-            if isinstance(self._effects, list) and len(self._effects) > len(places_of_effects) + len(self._first_effects):
+            if isinstance(self._effects, list) and len(self._effects) > len(
+                places_of_effects
+            ) + len(self._first_effects):
                 places_of_effects.append(f"between {run.places[-2].line} and {place.line}")
 
         found: list[Leaves] = []
@@ -136,23 +158,30 @@ class Proof(TwoKeys):
                 run.reach("before", "response")
             self._note(run)
             if answer.error is not None:
-                raise CannotProve("The undisturbed request fails already; see the error above.") from answer.error
+                raise CannotProve(
+                    "The undisturbed request fails already; see the error above."
+                ) from answer.error
             if answer.status >= 500 or not (self._keys().exists() or self._messages()):
                 raise CannotProve(
-                    f"The undisturbed request was answered with {answer.status}, and left neither a key nor a message of "
-                    f"process_once(): {shortened(str(answer.body()))} Is the view decorated, and does send(key) pass the key "
-                    f"on?"
+                    f"The undisturbed request was answered with {answer.status}, and left neither a"
+                    f" key nor a message of process_once(): {shortened(str(answer.body()))} Is the"
+                    " view decorated, and does send(key) pass the key on?"
                 )
             found.append(self._left(answer))
             self._answer, again = answer, self._ask(key)
             self._compare_replay(answer, again)
         if missing := found[0].keys() ^ found[1].keys():
             raise CannotProve(
-                f"Two undisturbed requests leave different data: {' / '.join(min(missing))}. Exclude it with ignore=[...], or "
-                "pass state=, a function that returns the data to compare."
+                f"Two undisturbed requests leave different data: {' / '.join(min(missing))}."
+                " Exclude it with ignore=[...], or pass state=, a function that returns the data"
+                " to compare."
             )
         self._expected, self._random = found[0], random_paths(*found)
-        calls = [place.line for place in run.places if place.what == "downstream call" and place.when == "before"]
+        calls = [
+            place.line
+            for place in run.places
+            if place.what == "downstream call" and place.when == "before"
+        ]
         self._effect_lines = places_of_effects or sorted(set(calls))
         return run
 
@@ -173,10 +202,12 @@ class Proof(TwoKeys):
             pass
         if not run.dead:
             raise CannotProve(
-                f"In this run the request did not reach this place: {place}. Does the view run different statements each time?"
+                f"In this run the request did not reach this place: {place}. Does the view run"
+                " different statements each time?"
             )
         if isinstance(self._effects, list):
-            self._effects[:] = done  # A dead process has no further effects, although ``finally`` and ``except`` ran here.
+            # A dead process has no further effects, although ``finally`` and ``except`` ran here.
+            self._effects[:] = done
         self._note(run)
         if not by_completer:
             return self._checked(title, key, self._retried(key))
@@ -185,19 +216,26 @@ class Proof(TwoKeys):
         left = self._complete()
         failure = self._checked(title, key, self._ask(key))
         if failure is None and left is not None:
-            return not_completed(title, left.stuck_reason or left.last_error)  # Only the client's request has finished it.
+            # Only the client's request has finished it.
+            return not_completed(title, left.stuck_reason or left.last_error)
         return failure
 
-    def _race(self, first: int, second: int, expired: bool, title: str, stopped: list[bool]) -> Failure | None:
+    def _race(
+        self, first: int, second: int, expired: bool, title: str, stopped: list[bool]
+    ) -> Failure | None:
         key = self._fresh()
-        # The key is made older before the first attempt locks its row, so the attempt also stops one boundary earlier.
-        attempt = partial(Attempt, self._threads, partial(self._ask, key), in_transactions=self._in_transactions)
+        # The key is made older before the first attempt locks its row, so the attempt also stops
+        # one boundary earlier.
+        attempt = partial(
+            Attempt, self._threads, partial(self._ask, key), in_transactions=self._in_transactions
+        )
         one, other = attempt(*((first - 1, first) if expired else (first,))), attempt(second)
         one.start()
         one.settle()
         if expired and not self._lock_expires(one, first):
             one.result()
-            return None  # There was no lock that could expire, so the race without expiry has covered this case.
+            # There was no lock that could expire, so the race without expiry has covered this case.
+            return None
         other.start()
         other.settle()
         stopped[-1] = other.held is not None
@@ -209,15 +247,26 @@ class Proof(TwoKeys):
         self._note(other.run)
         last = self._retried(key)
         for answer in answers:
-            if answer.status == last.status and answer.status not in COME_BACK and answer.content != last.content:
+            if (
+                answer.status == last.status
+                and answer.status not in COME_BACK
+                and answer.content != last.content
+            ):
                 told = Difference(("answer", "to each client"), last.body(), answer.body())
-                return explained(title, [told], answer, self._undisturbed, self._derived, self._effect_lines)
+                return explained(
+                    title, [told], answer, self._undisturbed, self._derived, self._effect_lines
+                )
         # If an earlier client got the same answer, the answer has stayed the same.
-        return self._checked(title, key, last, stays=any((a.status, a.content) == (last.status, last.content) for a in answers))
+        return self._checked(
+            title,
+            key,
+            last,
+            stays=any((a.status, a.content) == (last.status, last.content) for a in answers),
+        )
 
     def _lock_expires(self, one: Attempt, first: int) -> bool:
-        """Let the first attempt reach its boundary, and let its lock expire before or at the boundary. Return whether the
-        attempt had a lock."""
+        """Let the first attempt reach its boundary, and let its lock expire before or at the
+        boundary. Return whether the attempt had a lock."""
         expired = self._age(self._lease() + 1)
         if first:
             one.go_on()
@@ -225,20 +274,29 @@ class Proof(TwoKeys):
             expired |= self._age(self._lease() + 1)
         return expired
 
-    def _checked(self, title: str, key: str, answer: Answer, *, stays: bool = False) -> Failure | None:
-        """Compare the results, and return the failure, if any. Without differences, send the request once more, unless it is
-        known that the answer stays the same (``stays``)."""
+    def _checked(
+        self, title: str, key: str, answer: Answer, *, stays: bool = False
+    ) -> Failure | None:
+        """Compare the results, and return the failure, if any. Without differences, send the
+        request once more, unless it is known that the answer stays the same (``stays``)."""
         self.report.courses += 1
         differences = compare(self._expected, self._left(answer), self._random)
         if self._keys().filter(stuck_code=_HANDED_OVER).exists():
             self.report.handed_over += 1
-            # This key needs manual review, so results may be missing, but there must be no additional results.
+            # This key needs manual review, so results may be missing, but there must be no
+            # additional results.
             differences = [d for d in differences if d.expected == GONE and d.path[0] != "answer"]
         elif not differences and not stays:
             again = self._ask(key)
             if again.content != answer.content or again.status != answer.status:
-                differences = [Difference(("answer", "to the same request once more"), answer.body(), again.body())]
+                differences = [
+                    Difference(
+                        ("answer", "to the same request once more"), answer.body(), again.body()
+                    )
+                ]
         # A view may handle the exception of a refused call, and leave no difference.
         if not differences and not refusals():
             return None
-        return explained(title, differences, answer, self._undisturbed, self._derived, self._effect_lines)
+        return explained(
+            title, differences, answer, self._undisturbed, self._derived, self._effect_lines
+        )

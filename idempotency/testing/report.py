@@ -1,4 +1,5 @@
-"""The results of the kit: the failures of a request, the reason why nothing can be proved, and the report of the courses."""
+"""The results of the kit: the failures of a request, the reason why nothing can be proved, and the
+report of the courses."""
 
 from dataclasses import dataclass, field
 
@@ -7,8 +8,8 @@ from idempotency.testing.places import Place
 
 
 class DoesNotSurvive(AssertionError):
-    """The result of a course of events differs from that of an undisturbed request. ``failures`` contains the differences,
-    their places and causes."""
+    """The result of a course of events differs from that of an undisturbed request. ``failures``
+    contains the differences, their places and causes."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures
@@ -17,7 +18,11 @@ class DoesNotSurvive(AssertionError):
             groups.setdefault((failure.cause, failure.cure), []).append(failure)
         parts = []
         for number, same in enumerate(groups.values(), 1):
-            more = f"\n   The same in {len(same) - 1} other courses of events." if len(same) > 1 else ""
+            more = (
+                f"\n   The same in {len(same) - 1} other courses of events."
+                if len(same) > 1
+                else ""
+            )
             parts.append(f"{number}. {same[0]}{more}")
         super().__init__("\n".join(["The request does not survive.", *parts]))
 
@@ -28,8 +33,8 @@ class CannotProve(AssertionError):
 
 @dataclass
 class Report:
-    """The places of the undisturbed request, the number of courses of events, how many of them ended with a key for manual
-    review, and the skipped ones with the reason."""
+    """The places of the undisturbed request, the number of courses of events, how many of them
+    ended with a key for manual review, and the skipped ones with the reason."""
 
     places: list[Place] = field(default_factory=list)
     courses: int = 0
@@ -37,5 +42,8 @@ class Report:
     skipped: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        text = f"{len(self.places)} places, {self.courses} courses of events, {self.handed_over} keys for manual review"
+        text = (
+            f"{len(self.places)} places, {self.courses} courses of events, {self.handed_over} keys"
+            " for manual review"
+        )
         return "; ".join([text, *self.skipped])

@@ -19,7 +19,10 @@ def permitted_addresses(ignored: Iterable[str]) -> set[Address]:
 
     The addresses contain the host names and the IP addresses of these hosts.
     """
-    named = {*_of_settings(), *(address for text in ignored if ":" in text for address in _of_url(text))}
+    named = {
+        *_of_settings(),
+        *(address for text in ignored if ":" in text for address in _of_url(text)),
+    }
     return named | {address for host, port in named for address in _resolved(host, port)}
 
 

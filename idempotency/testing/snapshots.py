@@ -1,7 +1,8 @@
-"""All rows of all tables: saved before the first run, restored before each run, compared after each run.
+"""All rows of all tables: saved before the first run, restored before each run, compared after each
+run.
 
-While the kit works, each table gets ids from a separate range. So the kit recognizes an id everywhere: in a foreign key, in
-the arguments of a job, in an answer.
+While the kit works, each table gets ids from a separate range. So the kit recognizes an id
+everywhere: in a foreign key, in the arguments of a job, in an answer.
 """
 
 from collections.abc import Container, Iterator
@@ -13,7 +14,8 @@ from django.db import connections, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Cursor
 
-#: The first id of the first table, and the distance between the first ids of two tables. All ids fit an AutoField.
+#: The first id of the first table, and the distance between the first ids of two tables. All ids
+#: fit an AutoField.
 _FIRST_ID = 1_000_000_000
 _IDS_PER_TABLE = 1_000_000
 _MOST_RANGES = 1_000
@@ -38,7 +40,11 @@ class Table:
     @property
     def fields(self) -> "list[models.Field[Any, Any]]":
         """The fields with a column in this table, except generated columns."""
-        return [field for field in self.model._meta.local_concrete_fields if not getattr(field, "generated", False)]
+        return [
+            field
+            for field in self.model._meta.local_concrete_fields
+            if not getattr(field, "generated", False)
+        ]
 
     @property
     def numbered(self) -> bool:
@@ -48,15 +54,22 @@ class Table:
     @property
     def columns(self) -> str:
         """The columns, quoted, for a statement."""
-        return ", ".join(connections[self.alias].ops.quote_name(str(field.column)) for field in self.fields)
+        return ", ".join(
+            connections[self.alias].ops.quote_name(str(field.column)) for field in self.fields
+        )
 
     def raw(self) -> list[tuple[Any, ...]]:
         """Return the rows as the database stores them, for ``replace()``."""
         connection = connections[self.alias]
-        table, pk = map(connection.ops.quote_name, (self.model._meta.db_table, str(self.model._meta.pk.column)))
+        table, pk = map(
+            connection.ops.quote_name, (self.model._meta.db_table, str(self.model._meta.pk.column))
+        )
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT {self.columns} FROM {table} ORDER BY {pk}")  # noqa: S608  # nosec B608  # quoted names of the models' own
-            return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in cursor.fetchall()]
+            return [
+                tuple(bytes(v) if isinstance(v, memoryview) else v for v in row)
+                for row in cursor.fetchall()
+            ]
 
     def replace(self, rows: list[tuple[Any, ...]]) -> None:
         """Replace all rows of the table by these rows."""
@@ -85,7 +98,10 @@ def _models() -> Iterator[type[models.Model]]:
 def tables() -> list[Table]:
     """Return the table of each model, in the database to which the router sends its writes."""
     found = [Table(model, router.db_for_write(model)) for model in _models()]
-    existing = {alias: set(connections[alias].introspection.table_names()) for alias in {table.alias for table in found}}
+    existing = {
+        alias: set(connections[alias].introspection.table_names())
+        for alias in {table.alias for table in found}
+    }
     return [table for table in found if table.model._meta.db_table in existing[table.alias]]
 
 
@@ -105,8 +121,9 @@ class Snapshot:
         return [table for table in self.tables if marks[table.label] != self._marks[table.label]]
 
     def unseen(self, written: set[tuple[str, str, str]], ignored: Container[str]) -> list[str]:
-        """Return the model, or else the table, and the database of each written table that is not in the snapshot. The
-        argument ``written`` has the database, the schema or "", and the table of each write."""
+        """Return the model, or else the table, and the database of each written table that is not
+        in the snapshot. The argument ``written`` has the database, the schema or "", and the table
+        of each write."""
         default = {alias: _schemas(connections[alias]) for alias, schema, _ in written if schema}
         tables = {
             (alias, f"{schema}.{table}" if schema and schema not in default[alias] else table)
@@ -115,10 +132,18 @@ class Snapshot:
         unseen = tables - {(table.alias, table.model._meta.db_table) for table in self.tables}
         # The statements are not parsed exactly: the word after UPDATE may not be a table.
         existing = {alias: connections[alias].introspection.table_names() for alias, _ in unseen}
-        models = (model for model in apps.get_models(include_auto_created=True) if not model._meta.proxy)
+        models = (
+            model for model in apps.get_models(include_auto_created=True) if not model._meta.proxy
+        )
         labels = {model._meta.db_table.replace('"', ""): model._meta.label for model in models}
-        found = [(labels.get(table, table), alias) for alias, table in unseen if "." in table or table in existing[alias]]
-        return sorted(f"{label} in the database {alias!r}" for label, alias in found if label not in ignored)
+        found = [
+            (labels.get(table, table), alias)
+            for alias, table in unseen
+            if "." in table or table in existing[alias]
+        ]
+        return sorted(
+            f"{label} in the database {alias!r}" for label, alias in found if label not in ignored
+        )
 
     def restore(self) -> None:
         """Restore all rows, and let the ids of each table start at the beginning of its range."""
@@ -140,12 +165,14 @@ class Snapshot:
         self.restore()
         for alias in self._aliases:
             numbered = [table for table in self.tables if table.alias == alias and table.numbered]
-            highest = {table.model: max(self.read[table.label], default=0) + 1 for table in numbered}
+            highest = {
+                table.model: max(self.read[table.label], default=0) + 1 for table in numbered
+            }
             _number_from(connections[alias], highest)
 
     def _marked(self) -> dict[str, Any]:
-        """Return a mark for each table, which changes with the rows of the table. PostgreSQL computes all marks in one
-        statement."""
+        """Return a mark for each table, which changes with the rows of the table. PostgreSQL
+        computes all marks in one statement."""
         marks: dict[str, Any] = {}
         for alias in self._aliases:
             here = [table for table in self.tables if table.alias == alias]
@@ -153,9 +180,18 @@ class Snapshot:
             if connections[alias].vendor != "postgresql":
                 marks |= {table.label: table.raw() for table in here}
                 continue
-            mark = "SELECT {}, count(*) || ' ' || coalesce(sum(hashtextextended(t::text, 0)), 0) FROM {} AS t"
-            each = (mark.format(number, quote(table.model._meta.db_table)) for number, table in enumerate(here))
-            marks |= {here[number].label: value for number, value in _prepared(connections[alias], " UNION ALL ".join(each))}
+            mark = (
+                "SELECT {}, count(*) || ' ' || coalesce(sum(hashtextextended(t::text, 0)), 0) FROM"
+                " {} AS t"
+            )
+            each = (
+                mark.format(number, quote(table.model._meta.db_table))
+                for number, table in enumerate(here)
+            )
+            marks |= {
+                here[number].label: value
+                for number, value in _prepared(connections[alias], " UNION ALL ".join(each))
+            }
         return marks
 
 
@@ -169,9 +205,11 @@ def _schemas(connection: BaseDatabaseWrapper) -> set[str]:
 
 
 def _prepared(connection: BaseDatabaseWrapper, text: str) -> list[tuple[Any, ...]]:
-    """Return the rows of a statement that is planned once for each connection, if ``prepare_threshold`` permits it.
+    """Return the rows of a statement that is planned once for each connection, if
+    ``prepare_threshold`` permits it.
 
-    Planning a statement on all tables takes longer than running it. Cursors of Django do not prepare on request.
+    Planning a statement on all tables takes longer than running it. Cursors of Django do not
+    prepare on request.
     """
     connection.ensure_connection()
     with Cursor(connection.connection) as cursor:
@@ -183,16 +221,19 @@ def _number_from(connection: BaseDatabaseWrapper, firsts: dict[type[models.Model
     names = {model._meta.db_table: first for model, first in firsts.items()}
     if connection.vendor == "postgresql" and firsts:
         begin = [
-            f"setval(pg_get_serial_sequence({_literal(connection.ops.quote_name(model._meta.db_table))}, "
-            f"{_literal(str(model._meta.pk.column))}), {first}, false)"
+            f"setval(pg_get_serial_sequence({_literal(connection.ops.quote_name(model._meta.db_table))},"
+            f" {_literal(str(model._meta.pk.column))}), {first}, false)"
             for model, first in firsts.items()
         ]
         _prepared(connection, "SELECT " + ", ".join(begin))
     elif connection.vendor == "sqlite":
         with connection.cursor() as cursor:
-            cursor.executemany("DELETE FROM sqlite_sequence WHERE name = %s", [(name,) for name in names])
             cursor.executemany(
-                "INSERT INTO sqlite_sequence (name, seq) VALUES (%s, %s)", [(n, f - 1) for n, f in names.items()]
+                "DELETE FROM sqlite_sequence WHERE name = %s", [(name,) for name in names]
+            )
+            cursor.executemany(
+                "INSERT INTO sqlite_sequence (name, seq) VALUES (%s, %s)",
+                [(n, f - 1) for n, f in names.items()],
             )
 
 

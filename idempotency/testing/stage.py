@@ -1,4 +1,5 @@
-"""The initial state that all courses of events share, and the actions of clients and of the completer."""
+"""The initial state that all courses of events share, and the actions of clients and of the
+completer."""
 
 import sys
 import threading
@@ -30,9 +31,11 @@ from idempotency.testing.snapshots import Snapshot
 
 T = TypeVar("T")
 Send = Callable[[str], Any]
-#: The number of times that a client sends the request again: at once, and then each time after the lock has expired.
+#: The number of times that a client sends the request again: at once, and then each time after the
+#: lock has expired.
 _CLIENT_TRIES = 4
-#: The number of completer runs. After this number of refused runs, the completer no longer runs a key without any effect.
+#: The number of completer runs. After this number of refused runs, the completer no longer runs a
+#: key without any effect.
 _COMPLETER_RUNS = 5
 #: The statuses that ask a client to retry.
 COME_BACK = (409, 425, 429)
@@ -40,7 +43,9 @@ COME_BACK = (409, 425, 429)
 
 def _has_on_abandon(found: IdempotencyKey) -> bool:
     key = rows.read(found.pk, using=str(found._state.db))
-    return key is not None and in_environment(key, lambda environment: environment.failure is None and has_on_abandon(key))
+    return key is not None and in_environment(
+        key, lambda environment: environment.failure is None and has_on_abandon(key)
+    )
 
 
 class Stage:
@@ -59,7 +64,13 @@ class Stage:
         state: Callable[[], Any] | None = None,
         ignore: Iterable[str] = (),
     ) -> None:
-        self._send, self._effects, self._reset, self._state, self._ignore = send, effects, reset, state, set(ignore)
+        self._send, self._effects, self._reset, self._state, self._ignore = (
+            send,
+            effects,
+            reset,
+            state,
+            set(ignore),
+        )
         self._first_effects = list(effects) if isinstance(effects, list) else []
         #: The results of ``key.derive()`` in this course of events.
         self._derived: set[str] = set()
@@ -77,8 +88,9 @@ class Stage:
         return str(uuid.uuid4())
 
     def _ask(self, key: str) -> Answer:
-        """Send the request, and return the answer. If the view raises an exception, the answer contains it as the error behind
-        a 500, whether or not the test client raises the exception too."""
+        """Send the request, and return the answer. If the view raises an exception, the answer
+        contains it as the error behind a 500, whether or not the test client raises the exception
+        too."""
         raised: list[BaseException | None] = []
         thread = threading.get_ident()
 
@@ -94,41 +106,55 @@ class Stage:
         finally:
             got_request_exception.disconnect(note)
         headers = response.headers
-        content = b"".join(response.streaming_content) if getattr(response, "streaming", False) else bytes(response.content)
+        content = (
+            b"".join(response.streaming_content)
+            if getattr(response, "streaming", False)
+            else bytes(response.content)
+        )
         return Answer(
             response.status_code,
             content,
             headers.get("Content-Type", ""),
             headers.get("Location", ""),
             # Middleware adds Vary: Cookie when the view reads the session or the CSRF token.
-            frozenset(map(str.lower, stored_headers(response))) - {conf.get().REPLAYED_HEADER.lower(), "vary"},
+            frozenset(map(str.lower, stored_headers(response)))
+            - {conf.get().REPLAYED_HEADER.lower(), "vary"},
             raised[-1] if raised and response.status_code >= 500 else None,
         )
 
     def _left(self, answer: Answer) -> Leaves:
         rows = self._aside(partial(changed_rows, self._snapshot))
-        return leaves(self._snapshot, rows, answer, effects_of(self._effects), ignored=self._ignore, state=self._state)
+        return leaves(
+            self._snapshot,
+            rows,
+            answer,
+            effects_of(self._effects),
+            ignored=self._ignore,
+            state=self._state,
+        )
 
     def _note(self, run: Run) -> None:
-        """Record the keys that a run derived. Raises CannotProve if the run wrote to a table that the kit neither compares nor
-        restores."""
+        """Record the keys that a run derived. Raises CannotProve if the run wrote to a table that
+        the kit neither compares nor restores."""
         self._derived |= run.derived
         unseen = self._snapshot.unseen(run.written, self._ignore) if self._state is None else []
         if unseen:
             raise CannotProve(
-                f"The request writes {', '.join(unseen)}. The kit compares only tables of managed models, each in the database "
-                "to which the router sends its writes. Let a router in DATABASE_ROUTERS send the model to that database, "
-                "exclude the model or the table with ignore=[...], or pass state=, which returns the data to compare, and "
-                "reset=, which restores that data."
+                f"The request writes {', '.join(unseen)}. The kit compares only tables of managed"
+                " models, each in the database to which the router sends its writes. Let a router"
+                " in DATABASE_ROUTERS send the model to that database, exclude the model or the"
+                " table with ignore=[...], or pass state=, which returns the data to compare, and"
+                " reset=, which restores that data."
             )
 
     def _aside(self, work: Callable[[], T]) -> T:
-        """Do work of the kit on all tables, between two runs of the request, and return the result of the work."""
+        """Do work of the kit on all tables, between two runs of the request, and return the result
+        of the work."""
         return work()
 
     def _retried(self, key: str) -> Answer:
-        """Send the request again, as a client without an answer does: at once, and then each time after the lock has
-        expired. Return the last answer."""
+        """Send the request again, as a client without an answer does: at once, and then each time
+        after the lock has expired. Return the last answer."""
         for _ in range(_CLIENT_TRIES):
             run = Run()
             with observed(run):
@@ -141,21 +167,29 @@ class Stage:
         return answer
 
     def _complete(self) -> IdempotencyKey | None:
-        """Let the completer run the request. Return the key if it is neither finished nor stuck afterwards, and if it is stuck
-        because the completer does not know its sender.
+        """Let the completer run the request. Return the key if it is neither finished nor stuck
+        afterwards, and if it is stuck because the completer does not know its sender.
 
-        A key without any effect, or without a stored body, is not returned if its view has ``on_abandon``: the reaper
-        settles the key.
+        A key without any effect, or without a stored body, is not returned if its view has
+        ``on_abandon``: the reaper settles the key.
         """
         limits, key = conf.get(), None
         for number in range(_COMPLETER_RUNS):
             idle = limits.COMPLETER_IDLE_SECONDS * 2**number
-            self._age(max(ABANDONED_AFTER_LEASES * self._lease(), limits.COMPLETER_MIN_AGE_SECONDS, idle) + 1)
+            self._age(
+                max(ABANDONED_AFTER_LEASES * self._lease(), limits.COMPLETER_MIN_AGE_SECONDS, idle)
+                + 1
+            )
             run = Run()
             with observed(run):
                 complete_once()
             self._note(run)
-            key = self._keys().unfinished().filter(Q(stuck_at=None) | Q(stuck_code=StuckCode.USER_MISSING)).first()
+            key = (
+                self._keys()
+                .unfinished()
+                .filter(Q(stuck_at=None) | Q(stuck_code=StuckCode.USER_MISSING))
+                .first()
+            )
             if key is None or key.stuck_code:
                 break
         if key is None or key.stuck_code:
@@ -165,7 +199,9 @@ class Stage:
 
     def _keys(self) -> IdempotencyKeyQuerySet:
         """Return the keys of this course of events."""
-        return IdempotencyKeyQuerySet(IdempotencyKey).exclude(pk__in=self._snapshot.read[IdempotencyKey._meta.label])
+        return IdempotencyKeyQuerySet(IdempotencyKey).exclude(
+            pk__in=self._snapshot.read[IdempotencyKey._meta.label]
+        )
 
     def _messages(self) -> bool:
         known = self._snapshot.read[ProcessedMessage._meta.label]
@@ -176,9 +212,15 @@ class Stage:
         return max(self._keys().values_list("lease_seconds", flat=True), default=0)
 
     def _age(self, seconds: float) -> bool:
-        """Make each unfinished key older by ``seconds``, except keys whose row is locked. Return whether any key changed."""
+        """Make each unfinished key older by ``seconds``, except keys whose row is locked. Return
+        whether any key changed."""
         with transaction.atomic():
-            free = list(self._keys().unfinished().select_for_update(skip_locked=True).values_list("pk", flat=True))
+            free = list(
+                self._keys()
+                .unfinished()
+                .select_for_update(skip_locked=True)
+                .values_list("pk", flat=True)
+            )
             if free:
                 age(IdempotencyKey.objects.filter(pk__in=free), seconds)
         return bool(free)

@@ -7,7 +7,15 @@ from functools import cached_property, partial
 from django.db import connections
 
 from idempotency.testing.attempts import Attempt, Threads, may_be_held
-from idempotency.testing.comparing import Answer, Leaves, Path, compare, random_paths, unnumbered, unordered
+from idempotency.testing.comparing import (
+    Answer,
+    Leaves,
+    Path,
+    compare,
+    random_paths,
+    unnumbered,
+    unordered,
+)
 from idempotency.testing.failures import Failure, interfering
 from idempotency.testing.observing import Run
 from idempotency.testing.places import Place
@@ -43,7 +51,9 @@ class TwoKeys(Stage):
     def _held(self) -> list[Place]:
         """Return the places at which an attempt can pause while another attempt runs."""
         places = [] if one_connection() else self._undisturbed.places
-        return [place for place in places if may_be_held(place, in_transactions=self._in_transactions)]
+        return [
+            place for place in places if may_be_held(place, in_transactions=self._in_transactions)
+        ]
 
     @cached_property
     def _consecutive(self) -> tuple[Leaves, int, set[Path]]:
@@ -64,7 +74,12 @@ class TwoKeys(Stage):
         expected, refused, random = self._consecutive
         keys = self._fresh(), str(uuid.uuid4())
         one, other = (
-            Attempt(self._threads, partial(self._ask, key), *stops, in_transactions=self._in_transactions)
+            Attempt(
+                self._threads,
+                partial(self._ask, key),
+                *stops,
+                in_transactions=self._in_transactions,
+            )
             for key, stops in zip(keys, ((stop,), ()), strict=True)
         )
         for attempt in (one, other):

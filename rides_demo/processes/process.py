@@ -40,10 +40,17 @@ class _Watchdog:
     def tell(self, line: str) -> None:
         """Send ``line`` to the watchdog; a fork of this process starts its own watchdog."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
+            if (
+                self._process is None
+                or self._process.poll() is not None
+                or self._owner != os.getpid()
+            ):
                 self._owner = os.getpid()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", watchdog.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
+                    [sys.executable, "-I", "-S", watchdog.__file__],
+                    stdin=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
                 )
                 atexit.register(self._leave, self._process)
             assert self._process.stdin is not None
@@ -110,7 +117,8 @@ class Process:
         return None if self._popen is None else self._popen.poll()
 
     def prepare(self) -> None:
-        """Prepare a start, for example create folders; ``launch`` calls this method before each start."""
+        """Prepare a start, for example create folders; ``launch`` calls this method before each
+        start."""
 
     def is_ready(self) -> bool:
         """Return whether the process is ready for work."""
@@ -127,18 +135,24 @@ class Process:
             return
         self.forget()
         self.prepare()
-        given: dict[str, Any] = {"user": self.user, "group": self.user, "extra_groups": []} if self.user else {}
+        given: dict[str, Any] = (
+            {"user": self.user, "group": self.user, "extra_groups": []} if self.user else {}
+        )
         if isinstance(self.output, Path):
             with self.output.open("ab") as log:
                 self._popen = self._spawn(log, given)
         else:
             self._popen = self._spawn(subprocess.PIPE if self.output else None, given)
             if self.output is not None:
-                self._reader = threading.Thread(target=self._pass_on, args=(self._popen.stdout, self.output), daemon=True)
+                self._reader = threading.Thread(
+                    target=self._pass_on, args=(self._popen.stdout, self.output), daemon=True
+                )
                 self._reader.start()
         _watchdog.tell(f"+{self._popen.pid} {int(self.stop_signal)}")
 
-    def _spawn(self, output: IO[bytes] | int | None, given: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, output: IO[bytes] | int | None, given: dict[str, Any]
+    ) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 self.command,
@@ -151,7 +165,9 @@ class Process:
                 **given,
             )
         except OSError as error:
-            raise ProcessError(f"{self.name} cannot be started: {error}. Run `make clean`, then try again.") from None
+            raise ProcessError(
+                f"{self.name} cannot be started: {error}. Run `make clean`, then try again."
+            ) from None
 
     @staticmethod
     def _pass_on(lines: IO[bytes], receive: Callable[[str], None]) -> None:
@@ -163,7 +179,8 @@ class Process:
         """Wait until the process is ready.
 
         Raises ProcessError if the process ends.
-        Raises ProcessError if the process is not ready after ``seconds``; the process is then killed.
+        Raises ProcessError if the process is not ready after ``seconds``; the process is then
+        killed.
         """
         deadline = time.monotonic() + seconds
         while not self.is_ready():
@@ -171,7 +188,10 @@ class Process:
                 raise ProcessError(self.why_not_started())
             if time.monotonic() > deadline:
                 self.kill()
-                raise ProcessError(f"{self.name} was not ready within {seconds:g} seconds. {self.why_not_started()}")
+                raise ProcessError(
+                    f"{self.name} was not ready within {seconds:g} seconds."
+                    f" {self.why_not_started()}"
+                )
             time.sleep(POLL_SECONDS)
 
     def why_not_started(self) -> str:
@@ -180,7 +200,8 @@ class Process:
         return f"{self.name} ended with status {self.exit_status}.{where}"
 
     def stop(self) -> None:
-        """Send the stop signal, wait up to ``stop_seconds`` for the end, then kill the rest of the group."""
+        """Send the stop signal, wait up to ``stop_seconds`` for the end, then kill the rest of the
+        group."""
         if self.running:
             assert self._popen is not None
             self._popen.send_signal(self.stop_signal)
@@ -189,7 +210,8 @@ class Process:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its group, as in a crash; return after the process has ended."""
+        """Send SIGKILL to the process and its group, as in a crash; return after the process has
+        ended."""
         if self._popen is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)

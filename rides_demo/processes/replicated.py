@@ -18,7 +18,8 @@ READY_SECONDS = 30
 
 
 class Standby(Postgres):
-    """A hot standby of the server whose socket folder is ``primary``; it replicates that server until it is promoted."""
+    """A hot standby of the server whose socket folder is ``primary``; it replicates that server
+    until it is promoted."""
 
     copy_options: tuple[str, ...] = ()
 
@@ -39,15 +40,18 @@ class Standby(Postgres):
         )  # fmt: skip
         if done.returncode:
             self.clear()
-            raise EmbeddedServerError(f"The standby was not copied: {' '.join(done.stderr.split())}")
+            raise EmbeddedServerError(
+                f"The standby was not copied: {' '.join(done.stderr.split())}"
+            )
         for lock in self.data.glob(".s.PGSQL.*.lock"):
-            lock.unlink()  # A copy: the primary's socket, with its lock file, is in the copied folder.
+            # A copy: the primary's socket, with its lock file, is in the copied folder.
+            lock.unlink()
 
     def clear(self) -> None:
         """Empty the data folder, so that the next start copies the primary.
 
-        The folder itself is kept, because PostgreSQL detects the processes of a killed server by the
-        inode of the folder.
+        The folder itself is kept, because PostgreSQL detects the processes of a killed server by
+        the inode of the folder.
         """
         for left in self.data.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -95,24 +99,30 @@ class PostgresPair(Process):
                 self._fail_over()
             self.primary.start(ready_seconds)
             self._move_address()
-            # Set before the standby is copied: a promoted standby then has the setting, and waits for its own standby.
+            # Set before the standby is copied: a promoted standby then has the setting, and waits
+            # for its own standby.
             self._ask("ALTER SYSTEM SET synchronous_standby_names = '*'")
             self._ask("ALTER SYSTEM SET wal_retrieve_retry_interval = '1s'")
             self.standby.start(ready_seconds)
             self._ask("SELECT pg_reload_conf()")
             self._wait_for_standby(ready_seconds)
         except (psycopg.Error, OSError) as error:
-            raise EmbeddedServerError(f"The PostgreSQL pair was not started: {' '.join(str(error).split())}") from None
+            raise EmbeddedServerError(
+                f"The PostgreSQL pair was not started: {' '.join(str(error).split())}"
+            ) from None
 
     def stop(self) -> None:
-        """Stop the primary first, so that it sends its last WAL to the standby; then stop the standby."""
+        """Stop the primary first, so that it sends its last WAL to the standby; then stop the
+        standby."""
         self.primary.stop()
         self.standby.stop()
 
     def _fail_over(self) -> None:
         lost = self.primary.data
         self.primary.forget()
-        with psycopg.connect(postgres_url(self.standby.data, "postgres"), autocommit=True) as connection:
+        with psycopg.connect(
+            postgres_url(self.standby.data, "postgres"), autocommit=True
+        ) as connection:
             connection.execute("SELECT pg_promote(true, 30)")
         self.primary = self.standby
         self._move_address()
@@ -129,12 +139,19 @@ class PostgresPair(Process):
 
     def _wait_for_standby(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._ask("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync' AND state = 'streaming'"):
+        while not self._ask(
+            "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync' AND state = 'streaming'"
+        ):
             if time.monotonic() > deadline:
-                raise EmbeddedServerError(f"The standby did not follow within {seconds:g} seconds (see {self.standby.output}).")
+                raise EmbeddedServerError(
+                    f"The standby did not follow within {seconds:g} seconds (see"
+                    f" {self.standby.output})."
+                )
             time.sleep(POLL_SECONDS)
 
     def _ask(self, statement: str) -> list[tuple[Any, ...]]:
-        with psycopg.connect(postgres_url(self.primary.data, "postgres"), autocommit=True) as connection:
+        with psycopg.connect(
+            postgres_url(self.primary.data, "postgres"), autocommit=True
+        ) as connection:
             cursor = connection.execute(statement.encode())
             return cursor.fetchall() if cursor.description else []

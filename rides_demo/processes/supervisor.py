@@ -2,9 +2,9 @@
 
 The run folder contains the data, the logs, the e-mails and ``pids.json``, an object that maps
 names to process ids and is rewritten after each change. The names are ``supervisor``, ``postgres``,
-``redis``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``, and ``loops-b``
-for the loops of a second database. A process that the supervisor does not start is absent. The
-web workers are the children of ``web``.
+``redis``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``, and
+``loops-b`` for the loops of a second database. A process that the supervisor does not start is
+absent. The web workers are the children of ``web``.
 
 All processes end with the supervisor, even if ``kill -9`` ends the supervisor: see
 ``rides_demo.processes.watchdog``.
@@ -29,8 +29,8 @@ from rides_demo.processes.process import Process, ProcessError
 from rides_demo.processes.replicated import PostgresPair
 from rides_demo.sharding import SHARDS
 
-#: Shorter limits than the defaults of 90, 300 and 60 seconds, because a visitor or the simulator waits until a lock expires,
-#: and until the completer finishes a key.
+#: Shorter limits than the defaults of 90, 300 and 60 seconds, because a visitor or the simulator
+#: waits until a lock expires, and until the completer finishes a key.
 SHORT_LIMITS = {
     "LOCK_TIMEOUT_SECONDS": "10",
     "COMPLETER_MIN_AGE_SECONDS": "15",
@@ -60,8 +60,8 @@ class Supervisor:
     ``prepared`` is called after the migrations, before the first process that serves requests.
     ``postgres`` is the class of the database server.
 
-    If the environment has ``SHARD_B_DATABASE_URL``, the second tenant of ``rides_demo.sharding`` has
-    this database, and its loops run in ``idempotency_worker``.
+    If the environment has ``SHARD_B_DATABASE_URL``, the second tenant of ``rides_demo.sharding``
+    has this database, and its loops run in ``idempotency_worker``.
     """
 
     def __init__(
@@ -99,13 +99,21 @@ class Supervisor:
     def start(self) -> None:
         """Start all processes and wait for the web server; raise ProcessError if that fails."""
         if not port_is_free(self.port):
-            raise ProcessError(f"Port {self.port} is taken. Stop the process that uses it, or choose another port: PORT=8001.")
+            raise ProcessError(
+                f"Port {self.port} is taken. Stop the process that uses it, or choose another port:"
+                " PORT=8001."
+            )
         if self.environment.get("STRIPE_API_KEY", "").startswith(("sk_live_", "rk_live_")):
-            raise ProcessError("STRIPE_API_KEY is a live key: the demo would charge real cards. Use a test key, or none.")
+            raise ProcessError(
+                "STRIPE_API_KEY is a live key: the demo would charge real cards. Use a test key, or"
+                " none."
+            )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ProcessError(f"The folder {self.folder} cannot be used: {error.strerror}. Set RIDES_RUN_FOLDER.") from None
+            raise ProcessError(
+                f"The folder {self.folder} cannot be used: {error.strerror}. Set RIDES_RUN_FOLDER."
+            ) from None
         self._start_services()
         self._run("migrate", "--verbosity", "0")
         if self._has_shard:
@@ -120,13 +128,26 @@ class Supervisor:
         self._launch("web", [sys.executable, "-m", *web])
         for name, arguments in {
             "enqueuer": ("enqueue_jobs", "--loop", "--interval", "0.5"),
-            "worker": ("rqworker", "default", "--with-scheduler", "--worker-class", "rides_demo.processes.worker.OnlyWorker"),
-            "completer": ("complete_keys", "--loop", "--interval", self.environment.get("COMPLETER_INTERVAL_SECONDS") or "5"),
+            "worker": (
+                "rqworker",
+                "default",
+                "--with-scheduler",
+                "--worker-class",
+                "rides_demo.processes.worker.OnlyWorker",
+            ),
+            "completer": (
+                "complete_keys",
+                "--loop",
+                "--interval",
+                self.environment.get("COMPLETER_INTERVAL_SECONDS") or "5",
+            ),
             "reaper": ("reap_keys", "--loop", "--interval", "60"),
         }.items():
             self._launch(name, manage(*arguments))
         if self._has_shard:
-            self._launch("loops-b", manage("idempotency_worker", "--database", "shard_b", *SHARD_LOOPS))
+            self._launch(
+                "loops-b", manage("idempotency_worker", "--database", "shard_b", *SHARD_LOOPS)
+            )
         self._await_web()
 
     @property
@@ -134,7 +155,8 @@ class Supervisor:
         return bool(self.environment.get("SHARD_B_DATABASE_URL"))
 
     def _start_services(self) -> None:
-        """Start each service that the environment does not name, and add its URL to the environment."""
+        """Start each service that the environment does not name, and add its URL to the
+        environment."""
         given = self.environment
         given |= {
             "PORT": str(self.port),
@@ -207,14 +229,21 @@ class Supervisor:
         process = self.processes[name]
         while not condition():
             if not process.running:
-                raise ProcessError(f"{name} ended with status {process.exit_status}; see its output above.")
+                raise ProcessError(
+                    f"{name} ended with status {process.exit_status}; see its output above."
+                )
             if time.monotonic() > deadline or self._stopping.wait(WATCH_SECONDS):
-                raise ProcessError(f"{name} accepted no requests within {READY_SECONDS} seconds; see its output above.")
+                raise ProcessError(
+                    f"{name} accepted no requests within {READY_SECONDS} seconds; see its output"
+                    " above."
+                )
         self._write_pids()
 
     def pids(self) -> dict[str, int]:
         """Return the process ids by name; 0 is a process that is not running."""
-        return {"supervisor": os.getpid()} | {name: process.pid for name, process in self.processes.items()}
+        return {"supervisor": os.getpid()} | {
+            name: process.pid for name, process in self.processes.items()
+        }
 
     def _write_pids(self) -> None:
         new = self.folder / "pids.json.new"
@@ -248,7 +277,14 @@ class Supervisor:
                 process.launch()
             if name == "sandbox":
                 # The sandbox has lost its customers.
-                self._await(name, lambda: not port_is_free(int(self.environment["STRIPE_API_BASE"].rpartition(":")[2])))
+                self._await(
+                    name,
+                    lambda: (
+                        not port_is_free(
+                            int(self.environment["STRIPE_API_BASE"].rpartition(":")[2])
+                        )
+                    ),
+                )
                 self._run("seed")
         except ProcessError as error:
             self._say(f"{name:>9} | {error}")
@@ -259,7 +295,11 @@ class Supervisor:
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
-        services = [self.processes.pop(name) for name in ("sandbox", "redis", "postgres") if name in self.processes]
+        services = [
+            self.processes.pop(name)
+            for name in ("sandbox", "redis", "postgres")
+            if name in self.processes
+        ]
         with ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(lambda process: process.stop(), self.processes.values()))
             list(pool.map(lambda process: process.stop(), services))

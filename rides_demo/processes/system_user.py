@@ -17,7 +17,10 @@ def ensure_system_user() -> None:
     except KeyError:
         try:
             subprocess.run(
-                ["useradd", "--system", "--shell", "/usr/sbin/nologin", SYSTEM_USER], check=True, capture_output=True, text=True
+                ["useradd", "--system", "--shell", "/usr/sbin/nologin", SYSTEM_USER],
+                check=True,
+                capture_output=True,
+                text=True,
             )
         except (OSError, subprocess.CalledProcessError) as error:
             # A concurrent run may have created the user in the meantime.
@@ -26,8 +29,9 @@ def ensure_system_user() -> None:
                 return
             reason = getattr(error, "stderr", None) or str(error)
             raise EmbeddedServerError(
-                f"PostgreSQL does not run as root, and the system user {SYSTEM_USER!r} cannot be created: {reason.strip()}. "
-                f"Run as another user, create this user, or set DATABASE_URL to the URL of your own server."
+                f"PostgreSQL does not run as root, and the system user {SYSTEM_USER!r} cannot be"
+                f" created: {reason.strip()}. Run as another user, create this user, or set"
+                " DATABASE_URL to the URL of your own server."
             ) from None
 
 
@@ -40,6 +44,7 @@ def open_parents(path: Path) -> None:
                 parent.chmod(mode | 0o001)
             except OSError as error:
                 raise EmbeddedServerError(
-                    f"PostgreSQL runs as the user {SYSTEM_USER!r}, which may not enter {parent}: {error.strerror}. Run as "
-                    f"another user than root, use another folder, or set DATABASE_URL to the URL of your own server."
+                    f"PostgreSQL runs as the user {SYSTEM_USER!r}, which may not enter {parent}:"
+                    f" {error.strerror}. Run as another user than root, use another folder, or set"
+                    " DATABASE_URL to the URL of your own server."
                 ) from None

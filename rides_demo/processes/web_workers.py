@@ -1,4 +1,5 @@
-"""The web workers of ``make serve`` and the requests that they run, for the button that kills a worker.
+"""The web workers of ``make serve`` and the requests that they run, for the button that kills a
+worker.
 
 Each running request is a file in a folder that the workers share.
 """
@@ -41,7 +42,8 @@ class RunningRequests:
 
     @contextmanager
     def entered(self, *name: str) -> Iterator[None]:
-        """Register that this thread runs the request ``name``. The file of a killed worker remains."""
+        """Register that this thread runs the request ``name``. The file of a killed worker
+        remains."""
         self.folder.mkdir(parents=True, exist_ok=True)
         entry = self.folder / f"{_digest(name)}.{os.getpid()}.{threading.get_ident()}"
         entry.touch()

@@ -39,7 +39,14 @@ class OnlyWorker(Worker):
     """The only worker of its queues."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options | {"maintenance_interval": MAINTENANCE_SECONDS, "worker_ttl": WORKER_TTL_SECONDS})
+        super().__init__(
+            *args,
+            **options
+            | {
+                "maintenance_interval": MAINTENANCE_SECONDS,
+                "worker_ttl": WORKER_TTL_SECONDS,
+            },
+        )
 
     def clean_registries(self) -> None:
         """Requeue each job that is marked as started.
@@ -57,6 +64,9 @@ class OnlyWorker(Worker):
         self.last_cleaned_at = now()
 
     def _start_scheduler(self, *args: Any, **options: Any) -> None:
-        """Start the scheduler with a fixed name, so that it takes over the lock of a killed scheduler."""
-        self.scheduler = OnlyScheduler(self.queues, connection=self.connection, logging_level=self.log.level, name="rides-demo")
+        """Start the scheduler with a fixed name, so that it takes over the lock of a killed
+        scheduler."""
+        self.scheduler = OnlyScheduler(
+            self.queues, connection=self.connection, logging_level=self.log.level, name="rides-demo"
+        )
         self.scheduler.acquire_locks(auto_start=True)

@@ -15,8 +15,8 @@ from typing import Any
 from rides_demo.sandbox.webhook_sender import WebhookSender
 
 Params = dict[str, Any]
-#: The source of a customer whose charges begin ``STALL_SECONDS`` after the first request with their key. A run of the soak's
-#: completer that waits for so long is hung.
+#: The source of a customer whose charges begin ``STALL_SECONDS`` after the first request with their
+#: key. A run of the soak's completer that waits for so long is hung.
 STALLING_SOURCE, STALL_SECONDS = "tok_stall", 75.0
 SOURCES = ("tok_visa", "tok_chargeCustomerFail", STALLING_SOURCE)
 
@@ -24,7 +24,16 @@ SOURCES = ("tok_visa", "tok_chargeCustomerFail", STALLING_SOURCE)
 class StripeError(Exception):
     """An error response of Stripe; the sandbox stores it if the execution had ``begun``."""
 
-    def __init__(self, status: int, kind: str, message: str, *, code: str = "", param: str = "", begun: bool = False) -> None:
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        code: str = "",
+        param: str = "",
+        begun: bool = False,
+    ) -> None:
         super().__init__(message)
         self.status, self.begun = status, begun
         error = {"type": kind, "message": message, "code": code, "param": param}
@@ -44,7 +53,8 @@ class Execution:
 
 
 class Account:
-    """Customers, charges, refunds and keys. Callers hold ``lock``; ``claim`` and ``release`` acquire it themselves."""
+    """Customers, charges, refunds and keys. Callers hold ``lock``; ``claim`` and ``release``
+    acquire it themselves."""
 
     def __init__(self, webhooks: WebhookSender) -> None:
         self.lock = threading.RLock()
@@ -60,7 +70,11 @@ class Account:
         source = params.get("source", "tok_visa")
         if source not in SOURCES:
             raise missing("token", source, "source")
-        fields = {"email": params.get("email"), "metadata": params.get("metadata", {}), "default_source": source}
+        fields = {
+            "email": params.get("email"),
+            "metadata": params.get("metadata", {}),
+            "default_source": source,
+        }
         return self._add(self.customers, "cus", "customer", fields)
 
     def create_charge(self, params: Params) -> Params:
@@ -69,7 +83,9 @@ class Account:
         if customer is None:
             raise missing("customer", params["customer"], "customer")
         if customer["default_source"] == "tok_chargeCustomerFail":
-            raise StripeError(402, "card_error", "Your card was declined.", code="card_declined", begun=True)
+            raise StripeError(
+                402, "card_error", "Your card was declined.", code="card_declined", begun=True
+            )
         fields = {
             "amount": amount, "amount_refunded": 0, "currency": currency, "customer": customer["id"],
             "description": params.get("description"), "metadata": params.get("metadata", {}),
@@ -84,7 +100,8 @@ class Account:
         return customer is not None and customer["default_source"] == source
 
     def stalls_until(self, key: str) -> float:
-        """Return the time at which a stalled charge with this key begins, by the monotonic clock."""
+        """Return the time at which a stalled charge with this key begins, by the monotonic
+        clock."""
         return self._stalls.setdefault(key, time.monotonic() + STALL_SECONDS)
 
     def create_refund(self, params: Params) -> Params:
@@ -96,15 +113,30 @@ class Account:
             raise StripeError(400, "invalid_request_error", message, code="charge_already_refunded")
         if amount > left:
             raise StripeError(
-                400, "invalid_request_error", "Refund amount is greater than unrefunded amount on charge.", param="amount"
+                400,
+                "invalid_request_error",
+                "Refund amount is greater than unrefunded amount on charge.",
+                param="amount",
             )
         charge["amount_refunded"] += amount
         charge["refunded"] = charge["amount_refunded"] == charge["amount"]
-        fields = {"amount": amount, "charge": charge["id"], "currency": charge["currency"], "status": "succeeded"}
-        return self._add(self.refunds, "re", "refund", {**fields, "metadata": params.get("metadata", {})})
+        fields = {
+            "amount": amount,
+            "charge": charge["id"],
+            "currency": charge["currency"],
+            "status": "succeeded",
+        }
+        return self._add(
+            self.refunds, "re", "refund", {**fields, "metadata": params.get("metadata", {})}
+        )
 
     def send_text(self, params: Params) -> Params:
-        return self._add(self.messages, "sms", "message", {"to": required(params, "to"), "text": required(params, "text")})
+        return self._add(
+            self.messages,
+            "sms",
+            "message",
+            {"to": required(params, "to"), "text": required(params, "text")},
+        )
 
     def retrieve_charge(self, charge_id: str) -> Params:
         if charge_id not in self.charges:
@@ -115,19 +147,36 @@ class Account:
         limit = whole_number(params, "limit", least=1) if "limit" in params else 10
         if "customer" in params and params["customer"] not in self.customers:
             raise missing("customer", params["customer"], "customer")
-        found = [c for c in reversed(self.charges.values()) if params.get("customer") in (None, c["customer"])]
+        found = [
+            c
+            for c in reversed(self.charges.values())
+            if params.get("customer") in (None, c["customer"])
+        ]
         if "starting_after" in params:
             last = self.retrieve_charge(params["starting_after"])
-            found = found[next((n for n, charge in enumerate(found, start=1) if charge is last), len(found)) :]
+            found = found[
+                next((n for n, charge in enumerate(found, start=1) if charge is last), len(found)) :
+            ]
         limit = min(limit, 100)
-        return {"object": "list", "url": "/v1/charges", "has_more": len(found) > limit, "data": found[:limit]}
+        return {
+            "object": "list",
+            "url": "/v1/charges",
+            "has_more": len(found) > limit,
+            "data": found[:limit],
+        }
 
     def state(self) -> Params:
         """Return the whole state, for tests and for the consistency check."""
         executions = [
-            {"key": e.key, "path": e.path, "status": e.status, "replays": e.replays} for e in self.executions.values()
+            {"key": e.key, "path": e.path, "status": e.status, "replays": e.replays}
+            for e in self.executions.values()
         ]
-        lists = {"customers": self.customers, "charges": self.charges, "refunds": self.refunds, "messages": self.messages}
+        lists = {
+            "customers": self.customers,
+            "charges": self.charges,
+            "refunds": self.refunds,
+            "messages": self.messages,
+        }
         return {name: list(objects.values()) for name, objects in lists.items()} | {
             "keys": executions,
             "webhooks": self.webhooks.counts(),
@@ -135,7 +184,12 @@ class Account:
 
     @staticmethod
     def _add(objects: dict[str, Params], prefix: str, kind: str, fields: Params) -> Params:
-        fixed = {"id": f"{prefix}_{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "livemode": False}
+        fixed = {
+            "id": f"{prefix}_{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "livemode": False,
+        }
         new = {**fixed, **fields}
         objects[new["id"]] = new
         return new
@@ -145,18 +199,28 @@ class Account:
 
         Raises StripeError if another request uses the key now, or used it with other parameters.
         """
-        fingerprint = hashlib.sha256(json.dumps([path, params], sort_keys=True).encode()).hexdigest()
+        fingerprint = hashlib.sha256(
+            json.dumps([path, params], sort_keys=True).encode()
+        ).hexdigest()
         with self.lock:
             execution = self.executions.get((api_key, key))
             if execution is None:
                 execution = self.executions[api_key, key] = Execution(key, path, fingerprint)
                 return execution, True
             if execution.fingerprint != fingerprint:
-                message = "Keys for idempotent requests can only be used with the same parameters they were first used with."
+                message = (
+                    "Keys for idempotent requests can only be used with the same parameters they"
+                    " were first used with."
+                )
                 raise StripeError(400, "idempotency_error", message)
             if not execution.status:
-                message = "There is currently another in-progress request using this idempotency key. Please try again later."
-                raise StripeError(409, "invalid_request_error", message, code="idempotency_key_in_use")
+                message = (
+                    "There is currently another in-progress request using this idempotency key."
+                    " Please try again later."
+                )
+                raise StripeError(
+                    409, "invalid_request_error", message, code="idempotency_key_in_use"
+                )
             execution.replays += 1
             return execution, False
 
@@ -168,13 +232,21 @@ class Account:
 
 
 def missing(kind: str, name: object, param: str, status: int = 400) -> StripeError:
-    return StripeError(status, "invalid_request_error", f"No such {kind}: '{name}'", code="resource_missing", param=param)
+    return StripeError(
+        status,
+        "invalid_request_error",
+        f"No such {kind}: '{name}'",
+        code="resource_missing",
+        param=param,
+    )
 
 
 def required(params: Params, name: str) -> str:
     if not params.get(name) or not isinstance(params[name], str):
         message = f"Missing required param: {name}."
-        raise StripeError(400, "invalid_request_error", message, code="parameter_missing", param=name)
+        raise StripeError(
+            400, "invalid_request_error", message, code="parameter_missing", param=name
+        )
     return str(params[name])
 
 
@@ -182,7 +254,9 @@ def whole_number(params: Params, name: str, least: int) -> int:
     value = required(params, name)
     if not (value.isascii() and value.isdigit() and len(value) < 10) or int(value) < least:
         message = f"Invalid integer: {value}"
-        raise StripeError(400, "invalid_request_error", message, code="parameter_invalid_integer", param=name)
+        raise StripeError(
+            400, "invalid_request_error", message, code="parameter_invalid_integer", param=name
+        )
     return int(value)
 
 

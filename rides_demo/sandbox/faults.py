@@ -9,7 +9,9 @@ from typing import Any
 #: The kinds of fault.
 KINDS = {
     "slow": "waits for `seconds` before the execution; the same key gets 409 during this time",
-    "slow_after": "executes at once, and waits for `seconds` before the response; a replay does not wait",
+    "slow_after": (
+        "executes at once, and waits for `seconds` before the response; a replay does not wait"
+    ),
     "500_before": "returns 500 before the execution: not stored, the key stays new",
     "500_begun": "returns 500 during the execution and creates no object: stored and replayed",
     "500_after": "returns 500 after the object was created: stored and replayed",
@@ -22,7 +24,8 @@ KINDS = {
 
 @dataclass
 class Fault:
-    """A fault of requests whose path begins with ``path``, at most ``count`` times (None: without limit)."""
+    """A fault of requests whose path begins with ``path``, at most ``count`` times (None: without
+    limit)."""
 
     fault: str
     path: str = "/v1/charges"

@@ -25,7 +25,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from rides_demo.sandbox.account import STALLING_SOURCE, Account, Execution, Params, StripeError, nested
+from rides_demo.sandbox.account import (
+    STALLING_SOURCE,
+    Account,
+    Execution,
+    Params,
+    StripeError,
+    nested,
+)
 from rides_demo.sandbox.faults import Faults
 from rides_demo.sandbox.webhook_sender import WebhookSender
 
@@ -67,7 +74,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._refuse_other_origins()
                 status, answer = 200, dumped(self._control(url.path, body))
             else:
-                status, answer, replayed = route(url.path, nested(parse_qsl(url.query) + parse_qsl(body.decode())))
+                status, answer, replayed = route(
+                    url.path, nested(parse_qsl(url.query) + parse_qsl(body.decode()))
+                )
         except StripeError as error:
             status, answer = error.status, dumped(error.body)
         except Cut:
@@ -76,7 +85,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)
             return
         except ValueError as error:
-            status, answer = 400, dumped(StripeError(400, "invalid_request_error", f"Invalid request: {error}").body)
+            status, answer = (
+                400,
+                dumped(StripeError(400, "invalid_request_error", f"Invalid request: {error}").body),
+            )
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
@@ -94,13 +106,18 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(length))
 
     def _refuse_other_origins(self) -> None:
-        """Refuse requests from web pages of other sites, and requests with another host name (DNS rebinding)."""
+        """Refuse requests from web pages of other sites, and requests with another host name (DNS
+        rebinding)."""
         host = self.headers.get("Host", "")
-        if urlsplit(f"//{host}").hostname not in ("127.0.0.1", "localhost") or self.headers.get("Origin") not in (
+        if urlsplit(f"//{host}").hostname not in ("127.0.0.1", "localhost") or self.headers.get(
+            "Origin"
+        ) not in (
             None,
             f"http://{host}",
         ):
-            raise StripeError(403, "invalid_request_error", "Other origins may not control the sandbox.")
+            raise StripeError(
+                403, "invalid_request_error", "Other origins may not control the sandbox."
+            )
 
     def _control(self, path: str, body: bytes) -> Any:
         server = self.server
@@ -121,7 +138,11 @@ class Handler(BaseHTTPRequestHandler):
             if path == "/v1/charges":
                 return 200, dumped(self.server.account.list_charges(params)), False
             if path.startswith("/v1/charges/"):
-                return 200, dumped(self.server.account.retrieve_charge(path.removeprefix("/v1/charges/"))), False
+                return (
+                    200,
+                    dumped(self.server.account.retrieve_charge(path.removeprefix("/v1/charges/"))),
+                    False,
+                )
         raise unknown_path(self.command, path)
 
     def _post(self, path: str, params: Params) -> Answer:
@@ -131,7 +152,12 @@ class Handler(BaseHTTPRequestHandler):
         if faults.fires("down", path) or faults.fires("cut_before", path):
             raise Cut
         if faults.fires("429", path):
-            raise StripeError(429, "invalid_request_error", "Too many requests. Please try again later.", code="rate_limit")
+            raise StripeError(
+                429,
+                "invalid_request_error",
+                "Too many requests. Please try again later.",
+                code="rate_limit",
+            )
         if faults.fires("500_before", path):
             raise StripeError(500, "api_error", "An internal error before the execution began.")
         if path == SMS_PATH:
@@ -157,14 +183,16 @@ class Handler(BaseHTTPRequestHandler):
         return execution.status, execution.body, not first
 
     def _stall(self, until: float) -> None:
-        """Send an interim response each second. A client that limits the wait for each read waits for as long."""
+        """Send an interim response each second. A client that limits the wait for each read waits
+        for as long."""
         while time.monotonic() < until:
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.wfile.flush()
             time.sleep(1)
 
     def _execute(self, execution: Execution, path: str, params: Params) -> None:
-        """Run the call and store its response. Raise an error from before the execution began; it is not stored."""
+        """Run the call and store its response. Raise an error from before the execution began; it
+        is not stored."""
         faults, account = self.server.faults, self.server.account
         if slow := faults.fires("slow", path):
             time.sleep(slow.seconds)
@@ -201,11 +229,14 @@ def dumped(answer: object) -> bytes:
 
 
 def unknown_path(method: str, path: str) -> StripeError:
-    return StripeError(404, "invalid_request_error", f"Unrecognized request URL ({method}: {path}).")
+    return StripeError(
+        404, "invalid_request_error", f"Unrecognized request URL ({method}: {path})."
+    )
 
 
 class Sandbox(ThreadingHTTPServer):
-    """The server on a loopback port (0: any free port); a context manager that serves in a thread."""
+    """The server on a loopback port (0: any free port); a context manager that serves in a
+    thread."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -245,18 +276,30 @@ class Sandbox(ThreadingHTTPServer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rides_demo.sandbox", description="The Stripe sandbox of Rocket Rides.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rides_demo.sandbox", description="The Stripe sandbox of Rocket Rides."
+    )
     parser.add_argument("--port", type=int, default=0, help="loopback port; 0 means any free port")
-    parser.add_argument("--webhook-url", default="", help="URL that receives charge.succeeded events; default: none are sent")
     parser.add_argument(
-        "--webhook-host", action="append", default=[], metavar="HOST", help="host of an endpoint at this URL; may be repeated"
+        "--webhook-url",
+        default="",
+        help="URL that receives charge.succeeded events; default: none are sent",
+    )
+    parser.add_argument(
+        "--webhook-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="host of an endpoint at this URL; may be repeated",
     )
     parser.add_argument(
         "--webhook-secret",
         default=os.environ.get("STRIPE_WEBHOOK_SECRET", ""),
         help="secret that signs the events; default: STRIPE_WEBHOOK_SECRET",
     )
-    parser.add_argument("--seed", type=int, help="seed of the faults with a probability, to make a run repeatable")
+    parser.add_argument(
+        "--seed", type=int, help="seed of the faults with a probability, to make a run repeatable"
+    )
     options = parser.parse_args()
     try:
         sandbox = Sandbox(
@@ -267,7 +310,10 @@ def main() -> None:
             seed=options.seed,
         )
     except OSError as error:
-        sys.exit(f"The Stripe sandbox cannot listen on port {options.port}: {error.strerror}. Choose another port with --port.")
+        sys.exit(
+            f"The Stripe sandbox cannot listen on port {options.port}: {error.strerror}. Choose"
+            " another port with --port."
+        )
     sys.stdout.write(f"listening on {sandbox.url}\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):

@@ -27,18 +27,24 @@ BEHAVIOURS = {
     "works": Behaviour("Works", "It charges the card and responds."),
     "slow": Behaviour(
         "Is slow",
-        "It charges the card at once, and responds some seconds later. Press “Book” again during this time.",
+        "It charges the card at once, and responds some seconds later. Press “Book” again during"
+        " this time.",
         ({"fault": "slow_after"},),
     ),
     "down": Behaviour(
-        "Is down", "It closes every connection. Book, then choose “Works” and watch the retry.", ({"fault": "down"},)
+        "Is down",
+        "It closes every connection. Book, then choose “Works” and watch the retry.",
+        ({"fault": "down"},),
     ),
     "silent": Behaviour(
-        "Charges, then disconnects", "The card is charged, but the response is lost.", ({"fault": "cut_after"},)
+        "Charges, then disconnects",
+        "The card is charged, but the response is lost.",
+        ({"fault": "cut_after"},),
     ),
     "broken": Behaviour(
         "Fails permanently",
-        "It returns 500 and replays that for a day. The key becomes stuck and needs manual review in the admin.",
+        "It returns 500 and replays that for a day. The key becomes stuck and needs manual review"
+        " in the admin.",
         ({"fault": "500_begun"},),
     ),
 }
@@ -49,7 +55,8 @@ class NoSandbox(Exception):
 
 
 def behaviour() -> str | None:
-    """Return the name of the current behaviour, "" if no behaviour has these faults, None without a sandbox."""
+    """Return the name of the current behaviour, "" if no behaviour has these faults, None without a
+    sandbox."""
     try:
         state = _ask("GET", "/_faults")
         in_force = [fault for fault in state["faults"] if fault["count"] != 0]
@@ -57,7 +64,8 @@ def behaviour() -> str | None:
         return None
     for name, one in BEHAVIOURS.items():
         if len(in_force) == len(one.faults) and all(
-            wanted.items() <= fault.items() for wanted, fault in zip(map(_on_charges, one.faults), in_force, strict=True)
+            wanted.items() <= fault.items()
+            for wanted, fault in zip(map(_on_charges, one.faults), in_force, strict=True)
         ):
             return name
     return ""
@@ -67,13 +75,20 @@ def set_behaviour(name: str, *, slow_seconds: float) -> None:
     """Set the behaviour ``name`` of BEHAVIOURS; raise NoSandbox without a sandbox."""
     if behaviour() is None:
         raise NoSandbox
-    _ask("POST", "/_faults", [_on_charges(fault) | {"seconds": slow_seconds} for fault in BEHAVIOURS[name].faults])
+    _ask(
+        "POST",
+        "/_faults",
+        [_on_charges(fault) | {"seconds": slow_seconds} for fault in BEHAVIOURS[name].faults],
+    )
 
 
 def charges_of(ride_id: int) -> int | None:
     """Return the number of charges of the ride in the sandbox; None without a sandbox."""
     try:
-        return sum(charge["metadata"]["ride_id"] == str(ride_id) for charge in _ask("GET", "/_state")["charges"])
+        return sum(
+            charge["metadata"]["ride_id"] == str(ride_id)
+            for charge in _ask("GET", "/_state")["charges"]
+        )
     except (NoSandbox, KeyError, TypeError):
         return None
 
@@ -88,7 +103,9 @@ def _ask(method: str, path: str, body: Any = None) -> Any:
         raise NoSandbox
     try:
         # A proxy of the environment cannot reach the loopback port.
-        answer = httpx.request(method, f"{base}{path}", json=body, timeout=TIMEOUT_SECONDS, trust_env=False)
+        answer = httpx.request(
+            method, f"{base}{path}", json=body, timeout=TIMEOUT_SECONDS, trust_env=False
+        )
         return answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError):
         raise NoSandbox from None

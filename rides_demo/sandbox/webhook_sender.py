@@ -17,16 +17,20 @@ from typing import Any
 
 
 class WebhookSender:
-    """Deliver each signed event, and one event in five twice. Repeat a delivery until a 2xx, at most ``ATTEMPTS`` times.
+    """Deliver each signed event, and one event in five twice. Repeat a delivery until a 2xx, at
+    most ``ATTEMPTS`` times.
 
-    With ``hosts``, each of these hosts at ``url`` is an endpoint, and each endpoint receives each event.
+    With ``hosts``, each of these hosts at ``url`` is an endpoint, and each endpoint receives each
+    event.
     """
 
     ATTEMPTS = 30
     LONGEST_PAUSE_SECONDS = 3.0
     DELIVERERS = 4
 
-    def __init__(self, url: str, secret: str, seed: int | None = None, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, url: str, secret: str, seed: int | None = None, hosts: Sequence[str] = ()
+    ) -> None:
         self.url, self.secret, self.hosts = url, secret, hosts or [""]
         self._random = random.Random(seed)
         self._due: queue.PriorityQueue[tuple[float, str, int, bytes, str]] = queue.PriorityQueue()
@@ -58,7 +62,8 @@ class WebhookSender:
             self._due.put((time.monotonic(), secrets.token_hex(4), 1, body, host))
 
     def counts(self) -> dict[str, int]:
-        """Return the number of events ``sent_twice``, and of deliveries ``taken``, ``refused``, ``given_up``.
+        """Return the number of events ``sent_twice``, and of deliveries ``taken``, ``refused``,
+        ``given_up``.
 
         The result is empty without a URL.
         """
@@ -78,7 +83,8 @@ class WebhookSender:
             due, order, attempt, body, host = self._due.get()
             wait = due - time.monotonic()
             if wait > 0:
-                # This event is not due yet. Wait only briefly, because a new event may be due earlier.
+                # This event is not due yet. Wait only briefly, because a new event may be due
+                # earlier.
                 self._due.put((due, order, attempt, body, host))
                 self._stopped.wait(min(wait, 0.1))
             elif self._post(body, host):
@@ -94,7 +100,9 @@ class WebhookSender:
         headers = {"Content-Type": "application/json", "Stripe-Signature": self.signature(body)}
         headers |= {"Host": host} if host else {}
         try:
-            with self._opener.open(urllib.request.Request(self.url, body, headers), timeout=10) as answer:
+            with self._opener.open(
+                urllib.request.Request(self.url, body, headers), timeout=10
+            ) as answer:
                 return 200 <= int(answer.status) < 300
         except urllib.error.HTTPError as error:
             error.close()

@@ -57,7 +57,9 @@ class Outcome:
     def log_line(self) -> str:
         """Return the booking and its outcome as one line of the client log."""
         answer = None if self.answer is None else self.answer.text
-        return json.dumps(asdict(self.booking) | {"outcome": self.label, "tries": self.tries, "answer": answer})
+        return json.dumps(
+            asdict(self.booking) | {"outcome": self.label, "tries": self.tries, "answer": answer}
+        )
 
 
 @dataclass
@@ -81,12 +83,16 @@ class Tally:
 
 
 class BookingClients:
-    """Send bookings to one base URL; thread-safe. ``host`` is the host of requests that are no bookings.
+    """Send bookings to one base URL; thread-safe. ``host`` is the host of requests that are no
+    bookings.
 
-    If ``limited`` is true, the database role has time limits. A client then gives up if its request exceeds one.
+    If ``limited`` is true, the database role has time limits. A client then gives up if its request
+    exceeds one.
     """
 
-    def __init__(self, base_url: str, tally: Tally, host: str = "", *, limited: bool = False) -> None:
+    def __init__(
+        self, base_url: str, tally: Tally, host: str = "", *, limited: bool = False
+    ) -> None:
         self.tally, self.limited = tally, limited
         self.address = urlsplit(base_url)
         # Ignore proxies of the environment, as the server is on this machine.
@@ -109,7 +115,8 @@ class BookingClients:
         except httpx.HTTPError as error:
             url = self.http.base_url
             raise CannotSimulate(
-                f"{url} accepts no requests ({error}): start it with `make serve`, or see --base-url."
+                f"{url} accepts no requests ({error}): start it with `make serve`, or see"
+                " --base-url."
             ) from None
 
     def run(self, booking: Booking) -> Outcome:
@@ -130,9 +137,16 @@ class BookingClients:
 
     def _until_settled(self, booking: Booking) -> Outcome:
         outcome = Outcome(booking)
-        with make_client(RETRIES, transport=_Tries(self, outcome), base_url=self.http.base_url, timeout=TRY_SECONDS) as client:
+        with make_client(
+            RETRIES,
+            transport=_Tries(self, outcome),
+            base_url=self.http.base_url,
+            timeout=TRY_SECONDS,
+        ) as client:
             try:
-                answer = client.post("/rides", content=_encoded(booking.body), headers=_headers(booking))
+                answer = client.post(
+                    "/rides", content=_encoded(booking.body), headers=_headers(booking)
+                )
             except httpx.TransportError:
                 return outcome
         # A response with Retry-After is not final: the client gave up at its deadline.
@@ -143,7 +157,8 @@ class BookingClients:
         return outcome
 
     def _duplicates(self, booking: Booking) -> Outcome:
-        """Send the booking three times at once: one request runs, and all three responses have the same bytes."""
+        """Send the booking three times at once: one request runs, and all three responses have the
+        same bytes."""
         outcomes: list[Outcome] = []
         barrier = threading.Barrier(3)
 
@@ -159,9 +174,13 @@ class BookingClients:
         for thread in threads:
             thread.join()
         self.tally.count("fault duplicates")
-        answers = {(o.answer.status_code, o.answer.content) for o in outcomes if o.answer is not None}
+        answers = {
+            (o.answer.status_code, o.answer.content) for o in outcomes if o.answer is not None
+        }
         if len(answers) > 1:
-            self.tally.add_violation(booking, f"{len(answers)} different responses to three equal requests")
+            self.tally.add_violation(
+                booking, f"{len(answers)} different responses to three equal requests"
+            )
         return max(outcomes, key=lambda outcome: outcome.answer is not None)
 
     def _mismatch(self, booking: Booking) -> Outcome:
@@ -201,7 +220,10 @@ class BookingClients:
         for outcome.tries in range(1, HANG_TRIES + 1):
             try:
                 answer = self.http.post(
-                    "/rides", content=_encoded(booking.body), headers=_headers(booking), timeout=HANG_TRY_SECONDS
+                    "/rides",
+                    content=_encoded(booking.body),
+                    headers=_headers(booking),
+                    timeout=HANG_TRY_SECONDS,
                 )
                 if answer.status_code == 409:
                     break
@@ -214,7 +236,8 @@ class BookingClients:
         return outcome
 
     def _cut(self, booking: Booking, when: str) -> None:
-        """Send the request (without half of its body for ``cut-request``), close the connection, and count the fault."""
+        """Send the request (without half of its body for ``cut-request``), close the connection,
+        and count the fault."""
         body = _encoded(booking.body)
         lines = ["POST /rides HTTP/1.1", f"Content-Length: {len(body)}"]
         headers = {"Host": self.address.netloc} | _headers(booking)
@@ -222,7 +245,9 @@ class BookingClients:
         request = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
         self.tally.count("raw")
         try:
-            with socket.create_connection((self.address.hostname, self.address.port), TRY_SECONDS) as connection:
+            with socket.create_connection(
+                (self.address.hostname, self.address.port), TRY_SECONDS
+            ) as connection:
                 connection.sendall(request[: -len(body) // 2] if when == "cut-request" else request)
                 if when == "cut-after" and not connection.recv(1):
                     return
@@ -251,7 +276,9 @@ class _Tries(httpx.BaseTransport):
         if answer.status_code == 500:
             # A 500 is a violation even if a later attempt succeeds.
             tally.add_violation(self._outcome.booking, f"500 {answer.text[:200]}")
-        return httpx.Response(answer.status_code, headers=answer.headers, stream=httpx.ByteStream(answer.content))
+        return httpx.Response(
+            answer.status_code, headers=answer.headers, stream=httpx.ByteStream(answer.content)
+        )
 
 
 def _encoded(body: dict[str, Any]) -> bytes:

@@ -77,7 +77,9 @@ class CheckResult:
         for entry in fields(self):
             if entry.name != "findings":
                 setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
-        self.findings += [f"{tenant}: {finding}" if tenant else finding for finding in other.findings]
+        self.findings += [
+            f"{tenant}: {finding}" if tenant else finding for finding in other.findings
+        ]
 
     @property
     def consistent(self) -> bool:
@@ -87,8 +89,8 @@ class CheckResult:
     def summary_line(self) -> str:
         """Return the most important counts as one line."""
         return (
-            f"double charges {self.double_charges}, lost rides {self.lost_rides}, missing receipts {self.missing_receipts}, "
-            f"unfinished keys {self.unfinished_keys}"
+            f"double charges {self.double_charges}, lost rides {self.lost_rides}, missing receipts"
+            f" {self.missing_receipts}, unfinished keys {self.unfinished_keys}"
         )
 
 
@@ -100,13 +102,18 @@ class Checker:
     the router.
     """
 
-    def __init__(self, prefix: str, tokens: Iterable[str], *, webhooks: bool = False, shard: str = "default") -> None:
+    def __init__(
+        self, prefix: str, tokens: Iterable[str], *, webhooks: bool = False, shard: str = "default"
+    ) -> None:
         self.webhooks, self.shard = webhooks, shard
         self.keys = IdempotencyKey.objects.using(shard).filter(idempotency_key__startswith=prefix)
         self.rides = Ride.objects.using(shard).filter(idempotency_key__in=self.keys)
         hashes = [User.hash_token(token) for token in tokens]
         self.riders = User.objects.using(shard).filter(api_token_hash__in=hashes)
-        self.jobs, self.receipts = StagedJob.objects.using(shard), Receipt.objects.using(shard).filter(ride__in=self.rides)
+        self.jobs, self.receipts = (
+            StagedJob.objects.using(shard),
+            Receipt.objects.using(shard).filter(ride__in=self.rides),
+        )
         self._charged_before = set(self._charges())
 
     def _charges(self) -> list[Charge]:
@@ -115,7 +122,9 @@ class Checker:
         return [
             Charge(charge.id, payments.ride_id_of(charge), customer, charge.amount)
             for customer in self.riders.values_list("stripe_customer_id", flat=True)
-            for charge in client.v1.charges.list({"customer": customer, "limit": 100}).auto_paging_iter()
+            for charge in client.v1.charges.list(
+                {"customer": customer, "limit": 100}
+            ).auto_paging_iter()
             if charge.status == "succeeded"
         ]
 
@@ -157,7 +166,9 @@ class Checker:
         return self.keys.aggregate(hangs=Sum("hangs"))["hangs"] or 0
 
     def _without_receipt(self):
-        booked = self.rides.filter(idempotency_key__in=self.keys.finished().filter(response_code=201))
+        booked = self.rides.filter(
+            idempotency_key__in=self.keys.finished().filter(response_code=201)
+        )
         return booked.filter(receipt__isnull=True)
 
     def _unpaid(self):
@@ -179,10 +190,16 @@ class Checker:
         result.receipts = self.receipts.count()
         result.missing_receipts = self._without_receipt().count()
         result.unpaid_rides = self._unpaid().count()
-        result.surplus_receipts = self.receipts.exclude(ride__idempotency_key__response_code=201).count()
-        created = AuditRecord.objects.using(self.shard).filter(action="ride.created", resource_type="ride")
+        result.surplus_receipts = self.receipts.exclude(
+            ride__idempotency_key__response_code=201
+        ).count()
+        created = AuditRecord.objects.using(self.shard).filter(
+            action="ride.created", resource_type="ride"
+        )
         records = Counter(created.values_list("resource_id", flat=True))
-        result.unaudited_rides = sum(records[ride] != 1 for ride in self.rides.values_list("pk", flat=True))
+        result.unaudited_rides = sum(
+            records[ride] != 1 for ride in self.rides.values_list("pk", flat=True)
+        )
         self._check_rides(result, booked)
         self._check_charges(result)
         return result
@@ -206,26 +223,41 @@ class Checker:
         per_ride = Counter(charge.ride for charge in charges)
         result.charges = len(charges)
         result.double_charges = sum(count - 1 for count in per_ride.values())
-        result.findings += [f"double: ride {ride} was charged {count} times" for ride, count in per_ride.items() if count > 1]
+        result.findings += [
+            f"double: ride {ride} was charged {count} times"
+            for ride, count in per_ride.items()
+            if count > 1
+        ]
         unmatched = recorded ^ charges
         result.unmatched_charges = len(unmatched)
         result.findings += [f"unmatched: {charge}" for charge in sorted(unmatched)]
-        refused = self.rides.filter(stripe_charge_id__isnull=False, idempotency_key__response_code=402).count()
+        refused = self.rides.filter(
+            stripe_charge_id__isnull=False, idempotency_key__response_code=402
+        ).count()
         result.surplus_rides += refused
 
-    def check_log(self, result: CheckResult, outcomes: Iterable[Outcome], stored_failures: int) -> None:
+    def check_log(
+        self, result: CheckResult, outcomes: Iterable[Outcome], stored_failures: int
+    ) -> None:
         """Compare the requests and responses of each client with the rows.
 
         ``stored_failures`` is the number of charges for which Stripe stored a failure.
         """
         stored = {key: (code, bytes(body or b"")) for key, code, body in self._answers()}
-        rides = {ride.idempotency_key.idempotency_key: ride for ride in self.rides.select_related("user", "idempotency_key")}
+        rides = {
+            ride.idempotency_key.idempotency_key: ride
+            for ride in self.rides.select_related("user", "idempotency_key")
+        }
         for outcome in outcomes:
             booking, answer = outcome.booking, outcome.answer
-            if outcome.label in ("201", "402") and stored.get(booking.key) != (answer.status_code, answer.content):
+            if outcome.label in ("201", "402") and stored.get(booking.key) != (
+                answer.status_code,
+                answer.content,
+            ):
                 result.changed_answers += 1
                 result.findings.append(
-                    f"changed: {booking.key} was answered {answer.text[:200]}, stored {stored.get(booking.key)}"
+                    f"changed: {booking.key} was answered {answer.text[:200]}, stored"
+                    f" {stored.get(booking.key)}"
                 )
             ride = rides.get(booking.key)
             if ride and (
@@ -233,11 +265,19 @@ class Checker:
                 or any(float(getattr(ride, name)) != booking.body[name] for name in COORDINATES)
             ):
                 result.changed_rides += 1
-                result.findings.append(f"changed: the ride {ride.pk} of {booking.key} is not what was asked for")
+                result.findings.append(
+                    f"changed: the ride {ride.pk} of {booking.key} is not what was asked for"
+                )
         stuck = self.keys.stuck().values_list("idempotency_key", "recovery_point", "stuck_reason")
         if result.stuck_keys > stored_failures:
             result.unexplained_stuck = result.stuck_keys - stored_failures
-            result.findings += [f"stuck: {key} at {point}: {reason}" for key, point, reason in stuck]
+            result.findings += [
+                f"stuck: {key} at {point}: {reason}" for key, point, reason in stuck
+            ]
 
     def _answers(self):
-        return self.keys.finished().values_list("idempotency_key", "response_code", "response_body").iterator()
+        return (
+            self.keys.finished()
+            .values_list("idempotency_key", "response_code", "response_body")
+            .iterator()
+        )

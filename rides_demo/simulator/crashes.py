@@ -20,7 +20,12 @@ import psutil
 
 from rides_demo.simulator.booking_clients import CannotSimulate
 
-KILL_WEB, KILL_SERVER, KILL_WORKER, KILL_LOOPS = "kill-web", "kill-server", "kill-worker", "kill-loops"
+KILL_WEB, KILL_SERVER, KILL_WORKER, KILL_LOOPS = (
+    "kill-web",
+    "kill-server",
+    "kill-worker",
+    "kill-loops",
+)
 RESTART_POSTGRES, FAILOVER = "restart-postgres", "failover"
 #: The process that each fault ends. "kill-web" ends one worker of the web server, "kill-server"
 #: ends all of it. "failover" ends the primary with all its processes, like the loss of its host;
@@ -66,10 +71,12 @@ class Crashes:
     def inject(self, fault: str) -> list[str]:
         """End the process of ``fault`` and return the observed faults.
 
-        Except for ``kill-web``, wait until the process is restarted. If the process ends for another
-        reason first, end its successor instead.
+        Except for ``kill-web``, wait until the process is restarted. If the process ends for
+        another reason first, end its successor instead.
         """
-        return _soon(lambda: self._kill_one() if fault == KILL_WEB else self._kill(fault), RESTART_SECONDS)
+        return _soon(
+            lambda: self._kill_one() if fault == KILL_WEB else self._kill(fault), RESTART_SECONDS
+        )
 
     def _kill_one(self) -> list[str]:
         worker = self.web_worker()
@@ -87,7 +94,9 @@ class Crashes:
         backends = _children(process) if fault == FAILOVER else []
         # End the worker first: a running worker would detect the end of its work horse and requeue
         # the job. A running postmaster would replace its children.
-        died, *children_died = _end([process, *horses, *backends], SIGNALS.get(fault, signal.SIGKILL))
+        died, *children_died = _end(
+            [process, *horses, *backends], SIGNALS.get(fault, signal.SIGKILL)
+        )
         self._await_successor(name, process.pid)
         return [fault] + ["kill-work-horse"] * sum(children_died[: len(horses)]) if died else []
 
@@ -106,7 +115,9 @@ class Crashes:
     def _await_successor(self, name: str, pid: int) -> None:
         began = time.monotonic()
         if not _soon(lambda: self._pid(name) not in (0, pid), RESTART_SECONDS):
-            raise CannotSimulate(f"{name} was not started again within {RESTART_SECONDS:g} seconds.")
+            raise CannotSimulate(
+                f"{name} was not started again within {RESTART_SECONDS:g} seconds."
+            )
         self.slowest_restart_seconds = max(self.slowest_restart_seconds, time.monotonic() - began)
 
     def _pid(self, name: str) -> int:
@@ -114,8 +125,8 @@ class Crashes:
             return int(json.loads(self.pids_file.read_text())[name])
         except (OSError, ValueError, KeyError) as error:
             raise CannotSimulate(
-                f"{self.pids_file} does not name the {name} process ({error}): start the service with `make serve`, or "
-                f"leave out the fault that ends this process."
+                f"{self.pids_file} does not name the {name} process ({error}): start the service"
+                " with `make serve`, or leave out the fault that ends this process."
             ) from None
 
 
@@ -154,7 +165,10 @@ def _end(processes: list[psutil.Process], number: signal.Signals = signal.SIGKIL
             if not _is_dead(process):
                 process.send_signal(number)
                 struck.append(process)
-    return [process in struck and bool(_soon(lambda one=process: _is_dead(one), DEATH_SECONDS)) for process in processes]
+    return [
+        process in struck and bool(_soon(lambda one=process: _is_dead(one), DEATH_SECONDS))
+        for process in processes
+    ]
 
 
 def _soon(condition: Callable[[], Found], seconds: float) -> Found:

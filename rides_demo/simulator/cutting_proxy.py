@@ -62,7 +62,10 @@ class Proxies:
         self._thread.join()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner, suppress(asyncio.CancelledError):
+        with (
+            asyncio.Runner(loop_factory=lambda: self._loop) as runner,
+            suppress(asyncio.CancelledError),
+        ):
             runner.run(self._serve_all())
 
     async def _serve_all(self) -> None:
@@ -92,7 +95,9 @@ class Proxies:
             return await asyncio.start_unix_server(serve, route.listen, backlog=128)
         return await asyncio.start_server(serve, "127.0.0.1", route.listen, backlog=128)
 
-    async def _serve(self, route: Route, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, route: Route, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Forward data in both directions until one side closes or a reply is cut."""
         try:
             if isinstance(route.to, Path):
@@ -111,14 +116,22 @@ class Proxies:
         finally:
             for pump in pumps:
                 pump.cancel()
-            # close() sends the data that is still buffered; after a cut, the connection is already closed.
+            # close() sends the data that is still buffered; after a cut, the connection is already
+            # closed.
             writer.close()
             far_writer.close()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, route: Route | None = None) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, route: Route | None = None
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
-                if route and self._cutting and len(data) > 1 and self._chance.random() < route.probability:
+                if (
+                    route
+                    and self._cutting
+                    and len(data) > 1
+                    and self._chance.random() < route.probability
+                ):
                     writer.write(data[: self._chance.randrange(1, len(data))])
                     writer.transport.abort()
                     self._count(route)

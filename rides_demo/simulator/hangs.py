@@ -1,7 +1,8 @@
-"""Bookings whose payment hangs: Stripe sends interim responses for longer than a run of the completer may make no progress.
+"""Bookings whose payment hangs: Stripe sends interim responses for longer than a run of the
+completer may make no progress.
 
-A timeout of the client limits the wait for each read, so it never ends such a call. The client of the booking does not retry.
-The completer takes the key, and its run hangs too.
+A timeout of the client limits the wait for each read, so it never ends such a call. The client of
+the booking does not retry. The completer takes the key, and its run hangs too.
 """
 
 import hashlib
@@ -27,10 +28,16 @@ def create_rider(shard: str) -> None:
     if not riders.filter(username="ann").exists():
         email, key = "ann@example.com", hashlib.sha256(uuid.uuid4().bytes).hexdigest()
         customer = payments.create_customer(email, STALLING_SOURCE, key)
-        riders.create(username="ann", email=email, stripe_customer_id=customer, api_token_hash=User.hash_token(TOKEN))
+        riders.create(
+            username="ann",
+            email=email,
+            stripe_customer_id=customer,
+            api_token_hash=User.hash_token(TOKEN),
+        )
 
 
 def count_exits(run_dir: Path) -> int:
-    """Return how often a loop ended because a run of it hung, according to the log of the processes."""
+    """Return how often a loop ended because a run of it hung, according to the log of the
+    processes."""
     with (run_dir / "processes.log").open(errors="replace") as lines:
         return sum(_EXIT.search(line) is not None for line in lines)

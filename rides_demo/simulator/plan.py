@@ -7,7 +7,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rides_demo.simulator.booking_clients import Booking
-from rides_demo.simulator.crashes import FAILOVER, KILL_LOOPS, KILL_SERVER, KILL_WEB, KILL_WORKER, RESTART_POSTGRES, VICTIMS
+from rides_demo.simulator.crashes import (
+    FAILOVER,
+    KILL_LOOPS,
+    KILL_SERVER,
+    KILL_WEB,
+    KILL_WORKER,
+    RESTART_POSTGRES,
+    VICTIMS,
+)
 from rides_demo.simulator.hangs import HANG
 from rides_demo.simulator.limits import LIMITS
 from rides_demo.simulator.suspensions import VANISH
@@ -39,8 +47,8 @@ FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, *EVENTS)
 KILLS_PER_BOOKING = 1 / 80
 
 #: The faults of "stripe-faults" and their rates. After a stored 500 the service finds the charge by
-#: its metadata. A stored 500 without a charge (``500_begun``) requires manual review, so only a soak
-#: has this fault.
+#: its metadata. A stored 500 without a charge (``500_begun``) requires manual review, so only a
+#: soak has this fault.
 STRIPE_FAULT_RATES = [
     {"fault": "slow", "probability": 0.06, "seconds": 0.6},
     {"fault": "429", "probability": 0.04},
@@ -101,21 +109,39 @@ class Plan:
         bookings = tuple(_draw_bookings(chance, prefix, faults, range(requests)))
         counts = EVENTS | {KILL_WEB: max(EVENTS[KILL_WEB], int(requests * KILLS_PER_BOOKING))}
         chosen = {fault: count for fault, count in counts.items() if fault in faults}
-        events = sorted((int(at), fault) for fault, count in chosen.items() for at in _positions(chance, requests, count))
-        return cls(prefix, bookings, tuple(events), STRIPE_FAULT_RATES if STRIPE_FAULTS in faults else [])
+        events = sorted(
+            (int(at), fault)
+            for fault, count in chosen.items()
+            for at in _positions(chance, requests, count)
+        )
+        return cls(
+            prefix, bookings, tuple(events), STRIPE_FAULT_RATES if STRIPE_FAULTS in faults else []
+        )
 
     @classmethod
-    def draw_soak(cls, minutes: float, faults: Collection[str], seed: int, hosts: Sequence[str] = ("",)) -> "Plan":
+    def draw_soak(
+        cls, minutes: float, faults: Collection[str], seed: int, hosts: Sequence[str] = ("",)
+    ) -> "Plan":
         """Draw the plan of a soak from ``seed``: infinite bookings, each fault at least once.
 
         The tenants, which are named by their ``hosts``, use the same keys.
         """
         chance, prefix, seconds = random.Random(seed), _new_prefix(), minutes * 60
-        chosen = {fault: max(1, round(n * minutes / 10)) for fault, n in SOAK_EVENTS.items() if fault in faults}
-        events = sorted((at, fault) for fault, count in chosen.items() for at in _positions(chance, seconds, count))
+        chosen = {
+            fault: max(1, round(n * minutes / 10))
+            for fault, n in SOAK_EVENTS.items()
+            if fault in faults
+        }
+        events = sorted(
+            (at, fault)
+            for fault, count in chosen.items()
+            for at in _positions(chance, seconds, count)
+        )
         orders = random.Random(seed + 1)
         chunks = (range(first, first + SOAK_CHUNK) for first in itertools.count(0, SOAK_CHUNK))
-        bookings = itertools.chain.from_iterable(_draw_bookings(orders, prefix, faults, numbers, hosts) for numbers in chunks)
+        bookings = itertools.chain.from_iterable(
+            _draw_bookings(orders, prefix, faults, numbers, hosts) for numbers in chunks
+        )
         stripe_faults = SOAK_STRIPE_FAULT_RATES if STRIPE_FAULTS in faults else []
         return cls(
             prefix,
@@ -142,9 +168,18 @@ def _new_prefix() -> str:
 
 
 def _draw_bookings(
-    chance: random.Random, prefix: str, faults: Collection[str], numbers: range, hosts: Sequence[str] = ("",)
+    chance: random.Random,
+    prefix: str,
+    faults: Collection[str],
+    numbers: range,
+    hosts: Sequence[str] = ("",),
 ) -> list[Booking]:
-    weights = {kind: n for fault, kinds in CLIENT_FAULTS.items() if fault in faults for kind, n in kinds.items()}
+    weights = {
+        kind: n
+        for fault, kinds in CLIENT_FAULTS.items()
+        if fault in faults
+        for kind, n in kinds.items()
+    }
     kinds = [*weights, "plain"]
     drawn = chance.choices(kinds, [*weights.values(), 100 - sum(weights.values())], k=len(numbers))
     return [
@@ -155,7 +190,12 @@ def _draw_bookings(
             token="demo-joe" if kind == "declined" else chance.choice(("demo-jane", "demo-max")),
             body={
                 name: round(chance.uniform(-limit, limit), 6)
-                for name, limit in (("origin_lat", 90), ("origin_lon", 180), ("target_lat", 90), ("target_lon", 180))
+                for name, limit in (
+                    ("origin_lat", 90),
+                    ("origin_lon", 180),
+                    ("target_lat", 90),
+                    ("target_lon", 180),
+                )
             },
         )
         for number, kind in zip(numbers, drawn, strict=True)

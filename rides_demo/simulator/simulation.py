@@ -17,7 +17,13 @@ from pathlib import Path
 
 import httpx
 
-from rides_demo.simulator.booking_clients import Booking, BookingClients, CannotSimulate, Outcome, Tally
+from rides_demo.simulator.booking_clients import (
+    Booking,
+    BookingClients,
+    CannotSimulate,
+    Outcome,
+    Tally,
+)
 from rides_demo.simulator.crashes import Crashes
 from rides_demo.simulator.cutting_proxy import cut_replies, cuts
 from rides_demo.simulator.hangs import BODY, HANG, TOKEN
@@ -35,7 +41,16 @@ from rides_demo.simulator.plan import (
 )
 from rides_demo.simulator.suspensions import VANISH, Suspensions
 
-__all__ = ["EVENTS", "FAULTS", "KINDS", "SOAK_FAULTS", "STRIPE_DOWN", "STRIPE_FAULTS", "Plan", "Simulation"]
+__all__ = [
+    "EVENTS",
+    "FAULTS",
+    "KINDS",
+    "SOAK_FAULTS",
+    "STRIPE_DOWN",
+    "STRIPE_FAULTS",
+    "Plan",
+    "Simulation",
+]
 
 DOWN_SECONDS = 2.0
 #: Long faults run in a second thread, in parallel with the short ones.
@@ -66,7 +81,9 @@ class Simulation:
         limited = LIMITS in plan.required
         self.clients = BookingClients(base_url, self.tally, hosts[0], limited=limited)
         self.outcomes: list[Outcome] = []
-        self.suspensions = Suspensions(Crashes(run_dir, random.Random(seed + 1)), self._ended_within)
+        self.suspensions = Suspensions(
+            Crashes(run_dir, random.Random(seed + 1)), self._ended_within
+        )
         self._pauses = random.Random(seed + 2)
         self._bookings = iter(plan.bookings)
         self._started, self._began, self._ended = 0, 0.0, False
@@ -74,7 +91,9 @@ class Simulation:
         self._moved = threading.Condition()
         self._control = httpx.Client(timeout=10, trust_env=False)
 
-    def run(self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int] = int) -> None:
+    def run(
+        self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int] = int
+    ) -> None:
         """Run all bookings with ``concurrency`` parallel clients.
 
         After each booking, call ``progress`` with the number of finished bookings. In a soak,
@@ -82,7 +101,10 @@ class Simulation:
         """
         self.clients.check_service()
         self.crashes.check(self.plan.crashes)
-        struck_before, cut_before = self._set_stripe_faults(self.plan.stripe_faults), Counter(cuts(self.run_dir))
+        struck_before, cut_before = (
+            self._set_stripe_faults(self.plan.stripe_faults),
+            Counter(cuts(self.run_dir)),
+        )
         self._began = time.monotonic()
         try:
             with cut_replies(self.run_dir) if CUT_REPLIES in self.plan.required else nullcontext():
@@ -94,9 +116,13 @@ class Simulation:
         for route, count in (Counter(cuts(self.run_dir)) - cut_before).items():
             self.tally.counts[f"fault cut-replies of {route}"] += count
 
-    def _run_all(self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int]) -> None:
+    def _run_all(
+        self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int]
+    ) -> None:
         with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(3) as control:
-            paced = control.submit(self._watch_backlog, backlog if self.plan.seconds is not None else int)
+            paced = control.submit(
+                self._watch_backlog, backlog if self.plan.seconds is not None else int
+            )
             lanes = (lambda fault: fault not in LONG_FAULTS, lambda fault: fault in LONG_FAULTS)
             events = [control.submit(self._run_events, lane) for lane in lanes]
             clients = [pool.submit(self._client, progress) for _ in range(concurrency)]
@@ -120,7 +146,9 @@ class Simulation:
     def _next(self) -> Booking | None:
         ends = math.inf if self.plan.seconds is None else self._began + self.plan.seconds
         with self._moved:
-            self._moved.wait_for(lambda: self._ended or self._backlog <= LONGEST_BACKLOG or time.monotonic() >= ends)
+            self._moved.wait_for(
+                lambda: self._ended or self._backlog <= LONGEST_BACKLOG or time.monotonic() >= ends
+            )
             if self._ended or time.monotonic() >= ends:
                 return None
             self._started += 1
@@ -149,16 +177,29 @@ class Simulation:
         """Send each finished booking again; the response must be a replay with the same bytes."""
         settled = [outcome for outcome in self.outcomes if outcome.label in ("201", "402")]
         with ThreadPoolExecutor(concurrency) as pool:
-            for outcome, again in zip(settled, pool.map(lambda o: self.clients.resend(o.booking), settled), strict=True):
+            for outcome, again in zip(
+                settled, pool.map(lambda o: self.clients.resend(o.booking), settled), strict=True
+            ):
                 first = outcome.answer
-                if again is None or (again.status_code, again.content) != (first.status_code, first.content):
-                    self.tally.add_violation(outcome.booking, f"the retry got {again and again.text[:200]}")
+                if again is None or (again.status_code, again.content) != (
+                    first.status_code,
+                    first.content,
+                ):
+                    self.tally.add_violation(
+                        outcome.booking, f"the retry got {again and again.text[:200]}"
+                    )
                 elif "Idempotent-Replayed" not in again.headers:
-                    self.tally.add_violation(outcome.booking, "the retry was not marked as a replay")
+                    self.tally.add_violation(
+                        outcome.booking, "the retry was not marked as a replay"
+                    )
 
     def booked(self, host: str = "") -> dict[str, int]:
         """Return the rides of the 201 responses to a tenant by key."""
-        accepted = (outcome for outcome in self.outcomes if outcome.label == "201" and outcome.booking.host == host)
+        accepted = (
+            outcome
+            for outcome in self.outcomes
+            if outcome.label == "201" and outcome.booking.host == host
+        )
         return {outcome.booking.key: outcome.answer.json()["ride"]["id"] for outcome in accepted}
 
     def table(self) -> Counter[tuple[str, str]]:
@@ -213,7 +254,9 @@ class Simulation:
     def webhooks(self) -> dict[str, int]:
         """Return the webhook counts of the sandbox, if there are any."""
         with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
-            return dict(self._control.get(f"{self.stripe_url}/_state").raise_for_status().json()["webhooks"])
+            return dict(
+                self._control.get(f"{self.stripe_url}/_state").raise_for_status().json()["webhooks"]
+            )
         return {}
 
     def _set_stripe_faults(self, faults: list[dict[str, object]]) -> Counter[str]:
@@ -221,9 +264,12 @@ class Simulation:
         if not self.plan.needs_sandbox:
             return Counter()
         try:
-            answer = self._control.post(f"{self.stripe_url}/_faults", content=json.dumps(faults)).raise_for_status()
+            answer = self._control.post(
+                f"{self.stripe_url}/_faults", content=json.dumps(faults)
+            ).raise_for_status()
         except httpx.HTTPError as error:
             raise CannotSimulate(
-                f"{self.stripe_url} accepts no faults ({error}): Stripe faults need the sandbox of this project."
+                f"{self.stripe_url} accepts no faults ({error}): Stripe faults need the sandbox of"
+                " this project."
             ) from None
         return Counter(answer.json()["fired"])

@@ -20,21 +20,34 @@ def observed_faults(simulation: Simulation) -> dict[str, int]:
     """Return how often each fault was observed."""
     counts = sorted(simulation.tally.counts.items())
     declined = sum(count for (_, label), count in simulation.table().items() if label == "402")
-    found = {name.removeprefix("fault "): count for name, count in counts if name.startswith("fault ") and count}
+    found = {
+        name.removeprefix("fault "): count
+        for name, count in counts
+        if name.startswith("fault ") and count
+    }
     return found | ({"declined": declined} if declined else {})
 
 
 def unobserved_faults(simulation: Simulation) -> list[str]:
     """Return the required faults that were not observed: the run did not test them."""
     found = tuple(observed_faults(simulation))
-    return sorted(fault for fault in simulation.plan.required if not any(name.startswith(fault) for name in found))
+    return sorted(
+        fault
+        for fault in simulation.plan.required
+        if not any(name.startswith(fault) for name in found)
+    )
 
 
 def totals(simulation: Simulation) -> dict[str, int]:
-    """Return the numbers of requests, process kills, PostgreSQL crashes, failovers and Redis restarts."""
+    """Return the numbers of requests, process kills, PostgreSQL crashes, failovers and Redis
+    restarts."""
     counts, faults = simulation.tally.counts, observed_faults(simulation)
     return {
-        "requests": sum(count for name, count in counts.items() if name.startswith(("answer ", "no answer", "raw"))),
+        "requests": sum(
+            count
+            for name, count in counts.items()
+            if name.startswith(("answer ", "no answer", "raw"))
+        ),
         "process kills": sum(count for name, count in faults.items() if name.startswith("kill-")),
         "database crashes": faults.get(RESTART_POSTGRES, 0),
         **({"failovers": faults[FAILOVER]} if FAILOVER in faults else {}),
@@ -48,7 +61,9 @@ def totals(simulation: Simulation) -> dict[str, int]:
     }
 
 
-def report(simulation: Simulation, result: CheckResult, seconds: dict[str, float], seed: int) -> dict[str, Any]:
+def report(
+    simulation: Simulation, result: CheckResult, seconds: dict[str, float], seed: int
+) -> dict[str, Any]:
     """Return the whole report for JSON."""
     return {
         "seed": seed,
@@ -58,15 +73,20 @@ def report(simulation: Simulation, result: CheckResult, seconds: dict[str, float
         "books": asdict(result),
         "transactions held on": simulation.suspensions.still_open,
         "outcomes": [
-            {"booking": kind, "outcome": label, "count": n} for (kind, label), n in sorted(simulation.table().items())
+            {"booking": kind, "outcome": label, "count": n}
+            for (kind, label), n in sorted(simulation.table().items())
         ],
         "faults": observed_faults(simulation),
-        "answers": {n: c for n, c in sorted(simulation.tally.counts.items()) if not n.startswith("fault ")},
+        "answers": {
+            n: c for n, c in sorted(simulation.tally.counts.items()) if not n.startswith("fault ")
+        },
         "seconds": seconds,
     }
 
 
-def print_report(console: Console, simulation: Simulation, result: CheckResult, seconds: dict[str, float]) -> None:
+def print_report(
+    console: Console, simulation: Simulation, result: CheckResult, seconds: dict[str, float]
+) -> None:
     """Print the tables, the findings and the counts."""
     table, outcomes = Table(title="Outcomes"), simulation.table()
     labels = sorted({label for _, label in outcomes})
@@ -84,18 +104,32 @@ def print_report(console: Console, simulation: Simulation, result: CheckResult, 
     for finding in result.findings[:FINDINGS]:
         console.print(finding, markup=False, highlight=False)
     for statement in simulation.suspensions.still_open:
-        line = f"still open after the lock timeout: the transaction of a suspended worker, last statement {statement[:160]}"
+        line = (
+            "still open after the lock timeout: the transaction of a suspended worker, last"
+            f" statement {statement[:160]}"
+        )
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in (
-        f"rides {result.rides}, charges {result.charges}, receipts {result.receipts}, keys {result.keys}, "
-        f"kill -9 of web workers {observed_faults(simulation).get('kill-web', 0)}",
-        f"resumed keys {result.resumed_keys}, by the completer {result.completer_keys}, stuck keys {result.stuck_keys}; "
-        f"booking took {seconds['booking']} s, all {seconds['all']} s, the slowest restart {seconds['slowest restart']} s",
-        f"unmatched charges {result.unmatched_charges}, surplus rides {result.surplus_rides}, staged jobs "
-        f"{result.staged_jobs}, wrong answers {result.wrong_answers}, unpaid rides {result.unpaid_rides}",
-        f"changed answers {result.changed_answers}, changed rides {result.changed_rides}, unaudited rides "
-        f"{result.unaudited_rides}, surplus receipts {result.surplus_receipts}, "
-        f"unexplained stuck keys {result.unexplained_stuck}",
+        (
+            f"rides {result.rides}, charges {result.charges}, receipts {result.receipts}, keys"
+            f" {result.keys}, kill -9 of web workers"
+            f" {observed_faults(simulation).get('kill-web', 0)}"
+        ),
+        (
+            f"resumed keys {result.resumed_keys}, by the completer {result.completer_keys}, stuck"
+            f" keys {result.stuck_keys}; booking took {seconds['booking']} s, all {seconds['all']}"
+            f" s, the slowest restart {seconds['slowest restart']} s"
+        ),
+        (
+            f"unmatched charges {result.unmatched_charges}, surplus rides {result.surplus_rides},"
+            f" staged jobs {result.staged_jobs}, wrong answers {result.wrong_answers}, unpaid rides"
+            f" {result.unpaid_rides}"
+        ),
+        (
+            f"changed answers {result.changed_answers}, changed rides {result.changed_rides},"
+            f" unaudited rides {result.unaudited_rides}, surplus receipts"
+            f" {result.surplus_receipts}, unexplained stuck keys {result.unexplained_stuck}"
+        ),
         ", ".join(f"{name} {count}" for name, count in totals(simulation).items()),
         result.summary_line(),
     ):

@@ -19,7 +19,10 @@ from rides_demo.simulator.crashes import Crashes
 VANISH = "vanish-web"
 #: The worker was suspended within a transaction; the transaction was still open after the lock
 #: timeout.
-IN_TRANSACTION, STILL_OPEN = "vanish-web in a transaction", "vanish-web, transaction not ended in time"
+IN_TRANSACTION, STILL_OPEN = (
+    "vanish-web in a transaction",
+    "vanish-web, transaction not ended in time",
+)
 #: The number of attempts, because another fault may kill the worker. The first ``CHOOSY_TRIES`` of
 #: them immediately resume a worker that has no open transaction.
 TRIES, CHOOSY_TRIES = 12, 6
@@ -36,7 +39,8 @@ class Suspensions:
     """Suspend web workers of one run."""
 
     def __init__(self, crashes: Crashes, stopped: Callable[[float], bool]) -> None:
-        """``stopped`` waits for the given seconds; if the simulation ends, it returns True immediately."""
+        """``stopped`` waits for the given seconds; if the simulation ends, it returns True
+        immediately."""
         self._crashes, self._stopped = crashes, stopped
         #: The last statement of each transaction that was still open after the lock timeout.
         self.still_open: list[str] = []
@@ -54,7 +58,9 @@ class Suspensions:
             try:
                 worker.suspend()
                 silent = self._silent_sessions()
-                if (silent or attempt >= CHOOSY_TRIES) and (struck := self._outlast(worker, began, silent)):
+                if (silent or attempt >= CHOOSY_TRIES) and (
+                    struck := self._outlast(worker, began, silent)
+                ):
                     return struck
             except psutil.NoSuchProcess:
                 continue
@@ -65,7 +71,10 @@ class Suspensions:
 
     def _outlast(self, worker: psutil.Process, began: float, silent: set[Session]) -> list[str]:
         seconds = settings.IDEMPOTENCY.get("LOCK_TIMEOUT_SECONDS", 90) + MARGIN_SECONDS
-        if self._stopped(seconds - (time.monotonic() - began)) or worker.status() != psutil.STATUS_STOPPED:
+        if (
+            self._stopped(seconds - (time.monotonic() - began))
+            or worker.status() != psutil.STATUS_STOPPED
+        ):
             return []
         open_still = _sessions_in_transactions(0)
         left = [open_still[session] for session in silent & open_still.keys()]
@@ -86,8 +95,9 @@ def _sessions_in_transactions(silent_seconds: float) -> dict[Session, str]:
     try:
         with connection.cursor() as cursor:
             cursor.execute(
-                "SELECT pid, xact_start, query FROM pg_stat_activity WHERE datname = current_database() "
-                "AND state LIKE 'idle in transaction%%' AND state_change < clock_timestamp() - make_interval(secs => %s)",
+                "SELECT pid, xact_start, query FROM pg_stat_activity WHERE datname ="
+                " current_database() AND state LIKE 'idle in transaction%%' AND state_change <"
+                " clock_timestamp() - make_interval(secs => %s)",
                 [silent_seconds],
             )
             return {(pid, began): statement for pid, began, statement in cursor.fetchall()}

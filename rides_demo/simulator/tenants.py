@@ -1,4 +1,5 @@
-"""The tenants of a simulation: the hosts of the service, each with its own database and its own consistency check."""
+"""The tenants of a simulation: the hosts of the service, each with its own database and its own
+consistency check."""
 
 from collections.abc import Collection, Iterable
 
@@ -10,7 +11,8 @@ from rides_demo.simulator.simulation import Simulation
 
 
 def shards() -> dict[str, str]:
-    """Return the database of each host; without the router, one database for a host without a name."""
+    """Return the database of each host; without the router, one database for a host without a
+    name."""
     routed = "rides_demo.sharding.TenantRouter" in settings.DATABASE_ROUTERS
     return SHARDS if routed else {"": "default"}
 
@@ -19,7 +21,10 @@ class Tenants:
     """The checks of all tenants, as one."""
 
     def __init__(self, prefix: str, tokens: Collection[str], *, webhooks: bool) -> None:
-        self.checkers = {host: Checker(prefix, tokens, webhooks=webhooks, shard=shard) for host, shard in shards().items()}
+        self.checkers = {
+            host: Checker(prefix, tokens, webhooks=webhooks, shard=shard)
+            for host, shard in shards().items()
+        }
 
     def backlog(self) -> int:
         """Return the number of missing receipts."""
@@ -35,13 +40,16 @@ class Tenants:
         return all(ended)
 
     def check(self, simulation: Simulation) -> CheckResult:
-        """Compare the logs of the clients, Stripe and the database of each tenant; return the sums."""
+        """Compare the logs of the clients, Stripe and the database of each tenant; return the
+        sums."""
         wrong: Iterable[str] = simulation.tally.wrong
         total = CheckResult(wrong_answers=len(simulation.tally.wrong), findings=[*wrong])
         stored_failures = simulation.tally.counts["fault stripe 500_begun"]
         for host, checker in self.checkers.items():
             result = checker.check(simulation.booked(host), [])
-            checker.check_log(result, (o for o in simulation.outcomes if o.booking.host == host), stored_failures)
+            checker.check_log(
+                result, (o for o in simulation.outcomes if o.booking.host == host), stored_failures
+            )
             stored_failures = max(0, stored_failures - result.stuck_keys)
             total.add(result, host)
         return total

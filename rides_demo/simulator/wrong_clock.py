@@ -23,7 +23,8 @@ HOUR_SECONDS = 3600
 
 
 def post_fork(server: Any, worker: Any) -> None:
-    """Change the clock of this worker, unless another worker holds the lock. Gunicorn calls this function."""
+    """Change the clock of this worker, unless another worker holds the lock. Gunicorn calls this
+    function."""
     lock = (Path(os.environ["RIDES_RUN_FOLDER"]) / "wrong-clock.lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,8 +47,8 @@ def move_clock(seconds: int) -> None:
     def utcnow(cls: type[datetime.datetime]) -> datetime.datetime:
         return cls.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
 
-    # Python code cannot set attributes of ``datetime``, and a subclass would differ from the type that
-    # the database driver returns. Change the dictionary of the type instead.
+    # Python code cannot set attributes of ``datetime``, and a subclass would differ from the type
+    # that the database driver returns. Change the dictionary of the type instead.
     attributes = gc.get_referents(datetime.datetime.__dict__)[0]
     attributes.update(now=classmethod(now), utcnow=classmethod(utcnow))
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))

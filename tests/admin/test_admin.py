@@ -17,7 +17,10 @@ from tests.models import Entry
 pytestmark = pytest.mark.django_db
 
 KEYS = "/admin/idempotency/idempotencykey/"
-LISTS = [f"/admin/idempotency/{model}/" for model in ("idempotencykey", "stagedjob", "downstreamcall", "processedmessage")]
+LISTS = [
+    f"/admin/idempotency/{model}/"
+    for model in ("idempotencykey", "stagedjob", "downstreamcall", "processedmessage")
+]
 
 
 @pytest.fixture
@@ -34,7 +37,11 @@ def event(minute, name, detail):
 def one_of_each_state():
     """Create a key in each state; return them by the name of the state."""
     old = {"created_at": ago(hours=1), "last_run_at": ago(minutes=30)}
-    stuck = {"stuck_at": ago(minutes=1), "stuck_code": "in_doubt", "stuck_reason": "Somebody must look."}
+    stuck = {
+        "stuck_at": ago(minutes=1),
+        "stuck_code": "in_doubt",
+        "stuck_reason": "Somebody must look.",
+    }
     return {
         "finished": IdempotencyKeyFactory(finished=True),
         "in flight": IdempotencyKeyFactory(locked_until=lock_end(), claim_token=uuid4()),
@@ -52,7 +59,9 @@ def shown(response):
 
 def test_the_state_filter_and_the_state_shown_agree(staff):
     keys = one_of_each_state()
-    assert {name: key.pk for name, key in keys.items()} == dict(IdempotencyKey.objects.with_state().values_list("state", "pk"))
+    assert {name: key.pk for name, key in keys.items()} == dict(
+        IdempotencyKey.objects.with_state().values_list("state", "pk")
+    )
     assert {*keys} == {*KeyState}
     for name, key in keys.items():
         response = staff.get(KEYS, {"state": name.replace(" ", "_")})
@@ -95,7 +104,14 @@ def test_no_query_of_the_list_is_an_error_of_the_server(staff, query):
 
 
 @pytest.mark.parametrize(
-    "lookup", ["seed__gte", "claim_token__gte", "idempotency_key__regex", "history__0__event", "user__password__startswith"]
+    "lookup",
+    [
+        "seed__gte",
+        "claim_token__gte",
+        "idempotency_key__regex",
+        "history__0__event",
+        "user__password__startswith",
+    ],
 )
 def test_a_lookup_that_is_no_filter_of_the_page_is_refused(staff, lookup):
     """Its answer would tell, bit by bit, what no page shows."""
@@ -104,7 +120,9 @@ def test_a_lookup_that_is_no_filter_of_the_page_is_refused(staff, lookup):
         assert staff.get(f"{KEYS}{page}", {lookup: "a"}).status_code == 400
 
 
-@pytest.mark.parametrize(("url", "name"), [(LISTS[1], "job_name"), (LISTS[2], "name"), (LISTS[3], "source")])
+@pytest.mark.parametrize(
+    ("url", "name"), [(LISTS[1], "job_name"), (LISTS[2], "name"), (LISTS[3], "source")]
+)
 def test_no_filter_of_another_list_is_one_either(staff, url, name):
     assert staff.get(url, {name: "\0"}, follow=True).status_code in (200, 400)
 
@@ -124,13 +142,19 @@ def test_a_value_that_no_row_can_have_is_found_in_none(staff):
 def test_the_list_costs_the_same_for_one_key_and_for_fifty(staff, django_assert_max_num_queries):
     for count in (1, 49):
         for _ in range(count):
-            IdempotencyKeyFactory(user=UserFactory(), history=[{"at": "", "event": "claimed", "detail": ""}])
+            IdempotencyKeyFactory(
+                user=UserFactory(), history=[{"at": "", "event": "claimed", "detail": ""}]
+            )
         with django_assert_max_num_queries(5) as queries:
             staff.get(KEYS)
-        of_keys = [query["sql"] for query in queries.captured_queries if "idempotencykey" in query["sql"]]
+        of_keys = [
+            query["sql"] for query in queries.captured_queries if "idempotencykey" in query["sql"]
+        ]
         assert len(of_keys) == 2
         assert not any("JOIN" in sql or "request_body" in sql for sql in of_keys)
-        assert all("LIMIT" in sql for sql in of_keys if "COUNT" in sql), "a count must not read the whole table"
+        assert all("LIMIT" in sql for sql in of_keys if "COUNT" in sql), (
+            "a count must not read the whole table"
+        )
 
 
 def test_a_long_list_is_counted_up_to_a_limit(staff, monkeypatch):
@@ -141,7 +165,12 @@ def test_a_long_list_is_counted_up_to_a_limit(staff, monkeypatch):
     assert "3 idempotency keys" in staff.get(KEYS).text
     IdempotencyKeyFactory.create_batch(6)
     counted = {page: staff.get(KEYS, {"p": page}) for page in ("", "2", "3", "4")}
-    assert [f"{page.context['cl'].result_count}" for page in counted.values()] == ["3+", "6+", "8+", "8+"]
+    assert [f"{page.context['cl'].result_count}" for page in counted.values()] == [
+        "3+",
+        "6+",
+        "8+",
+        "8+",
+    ]
     assert all("3+ idempotency keys" in " ".join(page.text.split()) for page in [counted[""]])
     assert {len(shown(page)) for page in counted.values()} == {2}
 
@@ -161,11 +190,15 @@ def test_a_key_shows_its_request_its_response_and_its_history(staff):
     assert "Grünau" in page
     assert "<script>alert" not in page
     assert "&quot;id&quot;: 7" in page
-    assert page.index("<strong>claimed</strong> client") < page.index("<strong>recovery point</strong> ride_created")
+    assert page.index("<strong>claimed</strong> client") < page.index(
+        "<strong>recovery point</strong> ride_created"
+    )
     assert "no route" in page
 
 
-@pytest.mark.parametrize("body", [None, b"", b"\xff\xfe", b"[" * 5000, b"x" * 100_000, b'{"name": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "body", [None, b"", b"\xff\xfe", b"[" * 5000, b"x" * 100_000, b'{"name": "\\ud800"}']
+)
 def test_any_body_can_be_shown(staff, body):
     key = IdempotencyKeyFactory(finished=True, request_body=body, response_body=body)
     assert staff.get(f"{KEYS}{key.pk}/change/").status_code == 200
@@ -194,8 +227,12 @@ def test_nothing_can_be_added_changed_or_deleted(staff, url):
     rows = {
         "idempotencykey": lambda: IdempotencyKeyFactory(),
         "stagedjob": lambda: StagedJobFactory(idempotency_key=IdempotencyKeyFactory()),
-        "downstreamcall": lambda: DownstreamCall.objects.create(key=IdempotencyKeyFactory(), name="sms", token=uuid4()),
-        "processedmessage": lambda: ProcessedMessage.objects.create(source="stripe", message_id="evt_1"),
+        "downstreamcall": lambda: DownstreamCall.objects.create(
+            key=IdempotencyKeyFactory(), name="sms", token=uuid4()
+        ),
+        "processedmessage": lambda: ProcessedMessage.objects.create(
+            source="stripe", message_id="evt_1"
+        ),
     }
     row = rows[url.split("/")[3]]()
     assert staff.get(url).status_code == 200
@@ -207,7 +244,10 @@ def test_nothing_can_be_added_changed_or_deleted(staff, url):
 
 
 def test_failed_and_waiting_jobs_can_be_told_apart(staff):
-    waiting, failed = StagedJobFactory(), StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: no\nmore")
+    waiting, failed = (
+        StagedJobFactory(),
+        StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: no\nmore"),
+    )
     assert shown(staff.get(LISTS[1], {"state": "waiting"})) == {waiting.pk}
     assert shown(staff.get(LISTS[1], {"state": "failed"})) == {failed.pk}
     assert StagedJob.objects.count() == 2
@@ -225,7 +265,9 @@ def test_who_may_not_view_keys_sees_none(client):
 def test_the_list_says_how_far_each_request_came_who_sent_it_and_what_stopped_it(staff):
     user = UserFactory(username="jane")
     stuck = {"stuck_at": timezone.now(), "stuck_code": "call_in_doubt", "stuck_reason": "Look."}
-    IdempotencyKeyFactory(recovery_point="ride_created", user=user, last_error="OSError: down\nmore", **stuck)
+    IdempotencyKeyFactory(
+        recovery_point="ride_created", user=user, last_error="OSError: down\nmore", **stuck
+    )
     IdempotencyKeyFactory(recovery_point="renamed", last_error="ValueError: half\nof it")
     IdempotencyKeyFactory(finished=True, last_error="OSError: once")
     IdempotencyKeyFactory(request_path="/nowhere")
@@ -281,12 +323,21 @@ def test_the_line_of_a_finished_key_is_passed_to_its_end(staff):
     key = IdempotencyKeyFactory(finished=True, history=history)
     assert places(staff, key) == ["passed"] * 4
     for path in ("/rides/7/texts", "/nowhere"):
-        assert places(staff, IdempotencyKeyFactory(finished=True, request_path=path)) == ["passed"] * 2
+        assert (
+            places(staff, IdempotencyKeyFactory(finished=True, request_path=path)) == ["passed"] * 2
+        )
 
 
-@pytest.mark.parametrize(("code", "last"), [(402, ("finished", "status 402")), (409, ("answered", "status 409, by jane"))])
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [(402, ("finished", "status 402")), (409, ("answered", "status 409, by jane"))],
+)
 def test_a_point_that_no_phase_committed_is_skipped(staff, code, last):
-    history = [event(0, "claimed", "client"), event(1, "recovery point", "ride_created"), event(2, *last)]
+    history = [
+        event(0, "claimed", "client"),
+        event(1, "recovery point", "ride_created"),
+        event(2, *last),
+    ]
     key = IdempotencyKeyFactory(finished=True, response_code=code, history=history)
     assert places(staff, key) == ["passed", "passed", "skipped", "passed"]
     page = staff.get(f"{KEYS}{key.pk}/change/")
@@ -300,7 +351,10 @@ def test_a_skipped_point_before_the_marker_is_no_passed_one(staff):
     assert places(staff, key) == ["passed", "skipped", "here", "ahead"]
 
 
-@pytest.mark.parametrize("history", [[], [event(0, "recovery point", "ride_created")], [event(0, "claimed", "client")] * 49])
+@pytest.mark.parametrize(
+    "history",
+    [[], [event(0, "recovery point", "ride_created")], [event(0, "claimed", "client")] * 49],
+)
 def test_what_a_cut_history_does_not_hold_may_have_been_reached(staff, history):
     key = IdempotencyKeyFactory(finished=True, history=history)
     assert places(staff, key)[2] == "unrecorded"
@@ -325,9 +379,15 @@ def test_what_belongs_to_a_key_is_shown_with_links_to_what_the_person_may_see(st
 
 
 def test_what_a_client_sent_is_text(staff):
-    sent = {"request_body": b'{"note": "<b>", "half": "\\ud800"}', "request_path": "/rides?a=<b>", "last_error": "<b>\n<b>"}
+    sent = {
+        "request_body": b'{"note": "<b>", "half": "\\ud800"}',
+        "request_path": "/rides?a=<b>",
+        "last_error": "<b>\n<b>",
+    }
     page = staff.get(f"{KEYS}{IdempotencyKeyFactory(**sent).pk}/change/").text
-    assert page.count("&lt;b&gt;") >= 5, "path and body, in the request and in the curl command, and the error"
+    assert page.count("&lt;b&gt;") >= 5, (
+        "path and body, in the request and in the curl command, and the error"
+    )
     assert "<b>" not in page
 
 

@@ -1,4 +1,5 @@
-"""The buttons of the admin: who may press them, what the person is told, and what the admin log keeps."""
+"""The buttons of the admin: who may press them, what the person is told, and what the admin log
+keeps."""
 
 import json
 import re
@@ -46,7 +47,9 @@ def person(*permissions: str, superuser: bool = False) -> Client:
     """Return a client signed in as staff with these permissions; everybody may view."""
     user = UserFactory(is_staff=True, is_superuser=superuser)
     wanted = ("view_idempotencykey", "view_stagedjob", *permissions)
-    user.user_permissions.add(*Permission.objects.filter(content_type__app_label="idempotency", codename__in=wanted))
+    user.user_permissions.add(
+        *Permission.objects.filter(content_type__app_label="idempotency", codename__in=wanted)
+    )
     client = Client()
     client.force_login(user)
     client.user = user
@@ -54,7 +57,11 @@ def person(*permissions: str, superuser: bool = False) -> Client:
 
 
 def stuck_key(**changes: Any) -> IdempotencyKey:
-    state = {"stuck_at": Now(), "stuck_code": "attempts_exhausted", "stuck_reason": "Look."} | changes
+    state = {
+        "stuck_at": Now(),
+        "stuck_code": "attempts_exhausted",
+        "stuck_reason": "Look.",
+    } | changes
     return IdempotencyKeyFactory(claim_token=uuid4(), **state)
 
 
@@ -67,12 +74,14 @@ def url(key: IdempotencyKey, button: str) -> str:
 
 
 def press(client: Client, key: IdempotencyKey, button: str, **sent: Any) -> Any:
-    """Press a button on the page as it was when ``key`` was read, and follow to the page of the key."""
+    """Press a button on the page as it was when ``key`` was read, and follow to the page of the
+    key."""
     return send(client, key, button, looked_at(key, "default") | sent)
 
 
 def send(client: Client, key: IdempotencyKey, button: str, sent: dict[str, Any]) -> Any:
-    """Send the form of a button; an answer is previewed first, if it has no mistake, and then stored."""
+    """Send the form of a button; an answer is previewed first, if it has no mistake, and then
+    stored."""
     if button == "answer":
         sent = {"kind": "json", "body": ""} | sent
         asked = client.post(url(key, button), sent | {"step": "preview"})
@@ -114,7 +123,9 @@ def test_who_may_only_view_sees_no_button_and_can_press_none() -> None:
 
 def test_who_may_not_view_can_press_nothing() -> None:
     client = person()
-    client.user.user_permissions.set(Permission.objects.filter(codename="acknowledge_idempotencykey"))
+    client.user.user_permissions.set(
+        Permission.objects.filter(codename="acknowledge_idempotencykey")
+    )
     assert press(client, stuck_key(), "acknowledge", note="").status_code == 403
     assert IdempotencyKey.objects.stuck().exists()
 
@@ -132,8 +143,16 @@ def test_a_permission_gives_its_own_button_and_no_other(button: str) -> None:
     assert answer.redirect_chain
     entry = LogEntry.objects.get()
     assert (entry.user, entry.change_message.endswith(" ticket 7")) == (client.user, True)
-    assert [event for event in IdempotencyKey.objects.get().history if event["detail"].endswith(": ticket 7")]
-    assert [event["detail"] for event in IdempotencyKey.objects.get().history if client.user.username in event["detail"]]
+    assert [
+        event
+        for event in IdempotencyKey.objects.get().history
+        if event["detail"].endswith(": ticket 7")
+    ]
+    assert [
+        event["detail"]
+        for event in IdempotencyKey.objects.get().history
+        if client.user.username in event["detail"]
+    ]
 
 
 def test_the_log_of_the_admin_keeps_nothing_of_the_request_of_a_deleted_key() -> None:
@@ -185,7 +204,9 @@ def test_a_button_that_is_none_and_a_key_that_is_gone_are_not_found() -> None:
 
 
 @pytest.mark.parametrize("atomic_requests", [False, True])
-def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(sender: Sender, settings: Any, atomic_requests: bool) -> None:
+def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(
+    sender: Sender, settings: Any, atomic_requests: bool
+) -> None:
     broken = True
 
     def call() -> None:
@@ -203,7 +224,9 @@ def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(sender: Sender,
     connection.settings_dict["ATOMIC_REQUESTS"] = atomic_requests
     try:
         sender.send()
-        IdempotencyKey.objects.update(stuck_at=Now(), stuck_code="attempts_exhausted", stuck_reason="Look.")
+        IdempotencyKey.objects.update(
+            stuck_at=Now(), stuck_code="attempts_exhausted", stuck_reason="Look."
+        )
         key = IdempotencyKey.objects.get()
         page = person(superuser=True).get(f"{KEYS}{key.pk}/change/").text
         for shown in ("between", "1 error", "OSError: down", "entry: "):
@@ -213,7 +236,11 @@ def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(sender: Sender,
     finally:
         connection.settings_dict["ATOMIC_REQUESTS"] = False
     answer = sender.send()
-    assert (answer.status_code, answer.json(), answer["Idempotent-Replayed"]) == (201, {"user": sender.user.pk}, "true")
+    assert (answer.status_code, answer.json(), answer["Idempotent-Replayed"]) == (
+        201,
+        {"user": sender.user.pk},
+        "true",
+    )
     assert Entry.objects.count() == 1
 
 
@@ -276,7 +303,13 @@ def test_an_answer_that_ends_nothing_is_asked_for_again(sent: dict[str, Any]) ->
 
 
 def test_a_mistake_in_json_is_shown_with_its_place() -> None:
-    page = press(person("answer_idempotencykey"), stuck_key(), "answer", status=409, body='{\r\n  "error": sorry\r\n}')
+    page = press(
+        person("answer_idempotencykey"),
+        stuck_key(),
+        "answer",
+        status=409,
+        body='{\r\n  "error": sorry\r\n}',
+    )
     (mistake,) = page.context["form"].errors["body"]
     assert re.findall(r"\d+", mistake) == ["2", "12"]
 
@@ -323,38 +356,65 @@ def test_the_preview_is_what_each_retry_gets(sender: Sender, settings: Any) -> N
 def test_what_a_person_must_know_to_answer_is_on_the_page_of_the_answer() -> None:
     key = stuck_key(last_error="OSError: down", request_body=b'{"seat": 7}')
     StagedJobFactory(idempotency_key=key)
-    page = unescape(person("answer_idempotencykey").get(url(key, "answer"), looked_at(key, "default")).text)
-    for shown in ("attempts_exhausted", "Look.", "OSError: down", '"seat": 7', "rides_demo.jobs.send_ride_receipt"):
+    page = unescape(
+        person("answer_idempotencykey").get(url(key, "answer"), looked_at(key, "default")).text
+    )
+    for shown in (
+        "attempts_exhausted",
+        "Look.",
+        "OSError: down",
+        '"seat": 7',
+        "rides_demo.jobs.send_ride_receipt",
+    ):
         assert shown in page
 
 
 def earlier(path: str = "/rides", **changes: Any) -> IdempotencyKey:
-    return IdempotencyKeyFactory(**{"finished": True, "request_path": path, "response_body": b'{"ride": 7}'} | changes)
+    return IdempotencyKeyFactory(
+        **{"finished": True, "request_path": path, "response_body": b'{"ride": 7}'} | changes
+    )
 
 
 def filled(key: IdempotencyKey) -> Any:
     """Return the form of an answer that is to start from an earlier response."""
     return (
-        person("answer_idempotencykey").get(url(key, "answer"), looked_at(key, "default") | {"template": "1"}).context["form"]
+        person("answer_idempotencykey")
+        .get(url(key, "answer"), looked_at(key, "default") | {"template": "1"})
+        .context["form"]
     )
 
 
 def test_an_answer_can_start_from_the_last_success_of_its_path() -> None:
     key, wanted = stuck_key(), earlier("/rides?page=1")
-    for other in ({"path": "/rides/7"}, {"request_method": "PUT"}, {"response_code": 402}, {"created_at": ago(hours=1)}):
+    for other in (
+        {"path": "/rides/7"},
+        {"request_method": "PUT"},
+        {"response_code": 402},
+        {"created_at": ago(hours=1)},
+    ):
         earlier(response_body=b"{}", **other)
     client = person("answer_idempotencykey")
     asked = client.get(url(key, "answer"), looked_at(key, "default"))
     assert (asked.context["template"], asked.context["form"]["body"].value()) == (wanted, None)
     form = filled(key)
-    assert (form["status"].value(), form["kind"].value(), json.loads(form["body"].value())) == (201, "json", {"ride": 7})
+    assert (form["status"].value(), form["kind"].value(), json.loads(form["body"].value())) == (
+        201,
+        "json",
+        {"ride": 7},
+    )
     sent = looked_at(key, "default") | {"status": 201, "kind": "json", "body": '{ "ride": 7 }'}
-    assert f"#{wanted.pk}" in " ".join(client.post(url(key, "answer"), sent).context["preview"].notes)
+    assert f"#{wanted.pk}" in " ".join(
+        client.post(url(key, "answer"), sent).context["preview"].notes
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"response_body": None}, {"response_body": b"\xff"}, {"response_headers": {"Content-Type": "image/png"}}],
+    [
+        {"response_body": None},
+        {"response_body": b"\xff"},
+        {"response_headers": {"Content-Type": "image/png"}},
+    ],
     ids=["not kept", "no text", "image"],
 )
 def test_a_response_that_no_form_can_hold_is_no_template(changes: dict[str, Any]) -> None:
@@ -372,7 +432,9 @@ def test_the_response_of_a_view_that_stores_no_body_is_no_template(settings: Any
     assert filled(stuck_key(request_path="/cards"))["body"].value() is None
 
 
-def test_a_template_is_looked_for_among_the_youngest_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_looked_for_among_the_youngest_keys_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(answering, "MAX_SEARCHED", 2)
     key = stuck_key()
     earlier(created_at=ago(hours=1))
@@ -405,21 +467,28 @@ def test_a_key_that_moved_on_under_the_claim_that_was_seen_is_left_alone() -> No
 @pytest.mark.postgres
 def test_of_two_people_who_answer_at_once_one_is_told_to_look_again() -> None:
     people, key = [person(superuser=True), person(superuser=True)], stuck_key()
-    answers = all_at_once(lambda number: press(people[number], key, "answer", status=410 + number).text, 2)
+    answers = all_at_once(
+        lambda number: press(people[number], key, "answer", status=410 + number).text, 2
+    )
     assert sum("Answered" in answer for answer in answers) == 1
     assert sum(str(TOO_LATE) in answer for answer in answers) == 1
     assert LogEntry.objects.count() == 1
 
 
 @pytest.mark.postgres
-def test_an_answer_that_no_standby_confirms_is_stored_and_said_to_be_unconfirmed(settings: Any) -> None:
+def test_an_answer_that_no_standby_confirms_is_stored_and_said_to_be_unconfirmed(
+    settings: Any,
+) -> None:
     settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": True}
     key = stuck_key()
     done = press(person("answer_idempotencykey"), key, "answer", status=410)
     assert "no standby has confirmed it" in told(done)
     key.refresh_from_db()
     assert key.response_code == 410
-    assert LogEntry.objects.get().change_message == "Answered with status 410, not confirmed by a standby."
+    assert (
+        LogEntry.objects.get().change_message
+        == "Answered with status 410, not confirmed by a standby."
+    )
 
 
 def test_acknowledged_keys_leave_the_list_of_stuck_ones() -> None:
@@ -428,7 +497,9 @@ def test_acknowledged_keys_leave_the_list_of_stuck_ones() -> None:
     other = stuck_key()
     assert acknowledge(other.pk, other.claim_token, by="jane")
     assert not client.get(KEYS, {"state": "stuck"}).context["cl"].result_list
-    assert {row.pk for row in client.get(KEYS, {"state": "acknowledged"}).context["cl"].result_list} == {key.pk, other.pk}
+    assert {
+        row.pk for row in client.get(KEYS, {"state": "acknowledged"}).context["cl"].result_list
+    } == {key.pk, other.pk}
     page = client.get(f"{KEYS}{key.pk}/change/").text
     assert "ticket 7" in page
 
@@ -438,7 +509,15 @@ def test_who_may_only_view_jobs_settles_none() -> None:
     client, before = person(), list(StagedJob.objects.values())
     assert 'name="action"' not in client.get(JOBS).text
     for action in ("retry", "discard", "delete_selected"):
-        client.post(JOBS, {"action": action, "_selected_action": [before[0]["id"]], "confirmed": "yes", "post": "yes"})
+        client.post(
+            JOBS,
+            {
+                "action": action,
+                "_selected_action": [before[0]["id"]],
+                "confirmed": "yes",
+                "post": "yes",
+            },
+        )
     assert list(StagedJob.objects.values()) == before
 
 
@@ -449,7 +528,10 @@ def test_the_page_says_what_happens_next() -> None:
         "waiting": ({}, "Without a retry, the completer takes the key at"),
         "abandoned": ({}, "The completer takes the key in its next pass (run 1 of 25)"),
         "in flight": ({"locked_until": lock_end()}, "its lock expires at"),
-        "stuck": ({"locked_until": None, "stuck_at": Now(), "stuck_code": "x", "stuck_reason": "y"}, "it waits for a person"),
+        "stuck": (
+            {"locked_until": None, "stuck_at": Now(), "stuck_code": "x", "stuck_reason": "y"},
+            "it waits for a person",
+        ),
     }
     for name, (state, sentence) in expected.items():
         if state:
@@ -473,8 +555,12 @@ def test_completing_a_request_that_no_view_answers_says_that_it_is_stuck_again()
     assert key.stuck_code == "view_missing"
 
 
-def test_completing_says_and_keeps_that_another_run_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interventions, "hand_back", partial(hand_back_and_meet_another_run, interventions.hand_back))
+def test_completing_says_and_keeps_that_another_run_was_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        interventions, "hand_back", partial(hand_back_and_meet_another_run, interventions.hand_back)
+    )
     done = press(person("complete_idempotencykey"), stuck_key(), "complete")
     assert "handed back" in told(done)
     assert "anded back" in LogEntry.objects.get().get_change_message()
@@ -506,7 +592,9 @@ def test_every_stuck_code_of_the_app_is_explained_on_the_page_and_in_the_docs() 
     documented = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| [\w ]+ \|$", DOCS, re.M)
     assert documented == [(code, found.cause, found.cure) for code, found in STUCK_CODES.items()]
     key = stuck_key(stuck_code="call_in_doubt")
-    assert str(STUCK_CODES["call_in_doubt"].cure) in unescape(person().get(f"{KEYS}{key.pk}/change/").text)
+    assert str(STUCK_CODES["call_in_doubt"].cure) in unescape(
+        person().get(f"{KEYS}{key.pk}/change/").text
+    )
 
 
 def test_the_docs_name_each_button_with_its_permission() -> None:

@@ -1,4 +1,5 @@
-"""Actions on all that match: they ask first, work in chunks, leave alone what has changed, and count honestly."""
+"""Actions on all that match: they ask first, work in chunks, leave alone what has changed, and
+count honestly."""
 
 import re
 from html import unescape
@@ -28,22 +29,38 @@ HAND_BACK, ACKNOWLEDGE = f"{KEYS}bulk/hand_back/", f"{KEYS}bulk/acknowledge/"
 def person(*permissions: str) -> Client:
     """Return a client signed in as staff with these permissions; a superuser without any."""
     user = UserFactory(is_staff=True, is_superuser=not permissions)
-    user.user_permissions.add(*Permission.objects.filter(content_type__app_label="idempotency", codename__in=permissions))
+    user.user_permissions.add(
+        *Permission.objects.filter(content_type__app_label="idempotency", codename__in=permissions)
+    )
     client = Client()
     client.force_login(user)
     return client
 
 
 def stuck_keys(count: int, **changes: Any) -> list[IdempotencyKey]:
-    before = {"created_at": ago(hours=1), "last_run_at": ago(minutes=30), "stuck_at": ago(minutes=20)}
+    before = {
+        "created_at": ago(hours=1),
+        "last_run_at": ago(minutes=30),
+        "stuck_at": ago(minutes=20),
+    }
     reason = {"stuck_code": "attempts_exhausted", "stuck_reason": "Look."}
-    return [IdempotencyKeyFactory(claim_token=uuid4(), **before | reason | changes) for _ in range(count)]
+    return [
+        IdempotencyKeyFactory(claim_token=uuid4(), **before | reason | changes)
+        for _ in range(count)
+    ]
 
 
 def choose(client: Client, page: str, action: str, rows: Any = (), *, across: bool = False) -> str:
     """Choose rows of a list, or all, and an action; return where the question is."""
-    chosen = [str(row.pk) for row in rows] or [str(StagedJob.objects.first() or IdempotencyKey.objects.first())]
-    sent = {"action": action, "index": "0", "select_across": str(int(across)), "_selected_action": chosen}
+    chosen = [str(row.pk) for row in rows] or [
+        str(StagedJob.objects.first() or IdempotencyKey.objects.first())
+    ]
+    sent = {
+        "action": action,
+        "index": "0",
+        "select_across": str(int(across)),
+        "_selected_action": chosen,
+    }
     return client.post(page, sent)["Location"]
 
 
@@ -90,11 +107,15 @@ def test_an_action_on_all_reaches_all_that_match_and_nothing_else(action: str) -
     assert (numbers(text), chunks) == ([10], 4)
     assert set(IdempotencyKey.objects.stuck()) == set(others)
     assert LogEntry.objects.filter(change_message__endswith=" ticket 7").count() == 10
-    histories = IdempotencyKey.objects.filter(stuck_code="" if action == "hand_back" else "attempts_exhausted")
+    histories = IdempotencyKey.objects.filter(
+        stuck_code="" if action == "hand_back" else "attempts_exhausted"
+    )
     assert all(key.history[-1]["detail"].endswith(": ticket 7") for key in histories)
 
 
-def test_an_action_from_the_last_page_does_not_end_when_that_page_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_action_from_the_last_page_does_not_end_when_that_page_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(IdempotencyKeyAdmin, "list_per_page", 2)
     client, keys = person(), stuck_keys(11)
     url = choose(client, f"{KEYS}?state=stuck&p=6", "acknowledge", keys[:1], across=True)
@@ -107,14 +128,18 @@ def test_keys_of_the_same_moment_are_each_reached_once() -> None:
     keys = stuck_keys(8)
     IdempotencyKey.objects.update(created_at=moment)
     client = person()
-    text, _ = work_to_the_end(client, f"{ACKNOWLEDGE}?state=stuck", question(client, f"{ACKNOWLEDGE}?state=stuck"))
+    text, _ = work_to_the_end(
+        client, f"{ACKNOWLEDGE}?state=stuck", question(client, f"{ACKNOWLEDGE}?state=stuck")
+    )
     assert numbers(text) == [8]
     assert [len(key.history) for key in IdempotencyKey.objects.all()] == [1] * len(keys)
 
 
 def test_chosen_rows_alone_are_taken_and_those_that_run_are_left_alone() -> None:
     keys, other = stuck_keys(2), stuck_keys(1)
-    running = IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(), last_run_at=ago(seconds=5))
+    running = IdempotencyKeyFactory(
+        claim_token=uuid4(), locked_until=lock_end(), last_run_at=ago(seconds=5)
+    )
     finished = IdempotencyKeyFactory(finished=True)
     client = person()
     url = choose(client, f"{KEYS}?state=unfinished", "hand_back", [*keys, running, finished])
@@ -145,7 +170,13 @@ def test_what_changes_after_the_question_is_left_alone_and_said_to_be() -> None:
     sent = question(client, f"{HAND_BACK}?state=unfinished")
     stuck_since = {"claim_token": uuid4(), "last_run_at": Now(), "stuck_at": Now()}
     IdempotencyKey.objects.filter(pk=again.pk).update(**stuck_since)
-    finish = {"recovery_point": "finished", "stuck_at": None, "stuck_code": "", "stuck_reason": "", "finished_at": Now()}
+    finish = {
+        "recovery_point": "finished",
+        "stuck_at": None,
+        "stuck_code": "",
+        "stuck_reason": "",
+        "finished_at": Now(),
+    }
     IdempotencyKey.objects.filter(pk=finished.pk).update(**finish)
     assert interventions.acknowledge(settled.pk, settled.claim_token, by="jane")
     IdempotencyKey.objects.filter(pk=running.pk).update(locked_until=lock_end())
@@ -169,7 +200,9 @@ def test_the_ages_of_rows_are_those_at_the_time_of_the_question() -> None:
     assert IdempotencyKey.objects.get(pk=grown.pk).acknowledged_at is None
 
 
-def test_rows_that_come_into_a_group_of_errors_during_the_work_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_come_into_a_group_of_errors_during_the_work_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A group is looked for among the oldest errors: each chunk makes room for younger ones."""
     monkeypatch.setattr(filters, "MAX_GROUPED", 5)
     for number in range(12):
@@ -192,7 +225,9 @@ def test_rows_that_match_since_a_question_about_none_are_left_alone() -> None:
     assert not IdempotencyKey.objects.acknowledged().exists()
 
 
-def test_a_key_that_a_run_claims_between_reading_and_writing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_a_run_claims_between_reading_and_writing_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client, (key,) = person(), stuck_keys(1)
     sent = question(client, ACKNOWLEDGE)
 
@@ -214,7 +249,9 @@ def bulk_actions() -> Any:
     return admin.site._registry[IdempotencyKey].bulk
 
 
-def test_what_was_done_stays_done_when_the_page_is_closed_and_the_next_question_is_about_the_rest() -> None:
+def test_what_was_done_stays_done_when_the_page_is_closed_and_the_next_question_is_about_the_rest() -> (
+    None
+):
     client = person()
     stuck_keys(7)
     url = f"{ACKNOWLEDGE}?state=stuck"
@@ -245,7 +282,9 @@ def test_two_people_at_the_same_time_change_each_key_once(monkeypatch: pytest.Mo
     people = [person(), person()]
     stuck_keys(30)
     sent = [question(client, ACKNOWLEDGE) for client in people]
-    texts = all_at_once(lambda number: work_to_the_end(people[number], ACKNOWLEDGE, sent[number])[0], 2)
+    texts = all_at_once(
+        lambda number: work_to_the_end(people[number], ACKNOWLEDGE, sent[number])[0], 2
+    )
     assert sum(numbers(text)[0] for text in texts) == 30
     assert LogEntry.objects.count() == 30
     assert all(len(key.history) == 1 for key in IdempotencyKey.objects.all())
@@ -293,11 +332,16 @@ def test_no_match_is_said_and_offers_nothing() -> None:
 
 
 def failed_jobs(count: int, **changes: Any) -> list[StagedJob]:
-    return [StagedJobFactory(**{"failed_at": ago(hours=1), "last_error": "OSError: down"} | changes) for _ in range(count)]
+    return [
+        StagedJobFactory(**{"failed_at": ago(hours=1), "last_error": "OSError: down"} | changes)
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(("action", "left"), [("retry", 8), ("discard", 1)])
-def test_an_action_on_all_failed_jobs_shows_their_arguments_and_errors(action: str, left: int) -> None:
+def test_an_action_on_all_failed_jobs_shows_their_arguments_and_errors(
+    action: str, left: int
+) -> None:
     client, waiting = person(), StagedJobFactory()
     failed_jobs(7, job_args={"ride": "<seven>"})
     url = choose(client, f"{JOBS}?state=failed", action, [waiting], across=True)

@@ -25,7 +25,10 @@ def test_a_gap_is_not_bridged() -> None:
 
 
 def test_lines_differ_without_colour() -> None:
-    dashes = [path.attrib["stroke-dasharray"] for path in drawn(Line("a", [1] * 5), Line("b", [2] * 5)).iter("path")]
+    dashes = [
+        path.attrib["stroke-dasharray"]
+        for path in drawn(Line("a", [1] * 5), Line("b", [2] * 5)).iter("path")
+    ]
     assert len(set(dashes)) == 2
 
 
@@ -39,12 +42,15 @@ def test_nothing_is_drawn_outside(highest: float) -> None:
 
 
 def test_the_text_says_what_the_lines_show() -> None:
-    label = drawn(Line("replays", [1, 7, 2, 3, 4]), Line("conflicts", [None] * 5)).attrib["aria-label"]
+    label = drawn(Line("replays", [1, 7, 2, 3, 4]), Line("conflicts", [None] * 5)).attrib[
+        "aria-label"
+    ]
     assert label == "Requests: replays: now 4, at most 7 a minute; conflicts: no value"
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.25, "0.25"), (12, "12"), (123.4, "123"), (34_000, "34k"), (1_250_000, "1.25M")]
+    ("value", "text"),
+    [(0, "0"), (0.25, "0.25"), (12, "12"), (123.4, "123"), (34_000, "34k"), (1_250_000, "1.25M")],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text

@@ -17,7 +17,13 @@ from django.utils import timezone
 from idempotency._engine.round_trips import numbered
 from idempotency.admin import bulk, dashboard
 from idempotency.admin.actions import looked_at
-from idempotency.models import DownstreamCall, IdempotencyKey, ProcessHeartbeat, StagedJob, TrafficCount
+from idempotency.models import (
+    DownstreamCall,
+    IdempotencyKey,
+    ProcessHeartbeat,
+    StagedJob,
+    TrafficCount,
+)
 from idempotency.monitoring.doctor import diagnose
 from idempotency.monitoring.heartbeats import LOOPS
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
@@ -35,7 +41,12 @@ def staff(**changes: Any) -> Client:
 
 
 def stuck(code: str) -> dict[str, Any]:
-    return {"stuck_at": timezone.now(), "stuck_code": code, "stuck_reason": "Look.", "created_at": ago(days=2)}
+    return {
+        "stuck_at": timezone.now(),
+        "stuck_code": code,
+        "stuck_reason": "Look.",
+        "created_at": ago(days=2),
+    }
 
 
 def bars(context: Any) -> Iterator[dashboard.Bar]:
@@ -49,7 +60,9 @@ def bars(context: Any) -> Iterator[dashboard.Bar]:
 def test_each_number_leads_to_the_list_that_it_counts() -> None:
     for code in ("call_in_doubt", "call_in_doubt", "my_own_code"):
         IdempotencyKeyFactory(recovery_point="ride_created", **stuck(code))
-    IdempotencyKeyFactory(**stuck("view_gave_up"), acknowledged_at=timezone.now() + timedelta(seconds=1))
+    IdempotencyKeyFactory(
+        **stuck("view_gave_up"), acknowledged_at=timezone.now() + timedelta(seconds=1)
+    )
     IdempotencyKeyFactory(created_at=ago(minutes=10))
     IdempotencyKeyFactory(locked_until=lock_end(), claim_token=uuid4())
     IdempotencyKeyFactory(finished=True)
@@ -60,7 +73,10 @@ def test_each_number_leads_to_the_list_that_it_counts() -> None:
     client = staff()
     context = client.get(DASHBOARD).context
     assert context["unfinished"] == 6
-    assert {bar.label: bar.count for bar in context["by_code"]} == {"call_in_doubt": 2, "my_own_code": 1}
+    assert {bar.label: bar.count for bar in context["by_code"]} == {
+        "call_in_doubt": 2,
+        "my_own_code": 1,
+    }
     assert {bar.label: bar.count for bar in context["by_state"]} == {
         "stuck": 3, "acknowledged": 1, "abandoned": 0, "waiting for a retry": 1, "in flight": 1,
     }  # fmt: skip
@@ -73,9 +89,14 @@ def test_each_number_leads_to_the_list_that_it_counts() -> None:
 @pytest.mark.django_db
 def test_stuck_keys_with_one_cause_are_one_group_and_lead_to_their_list() -> None:
     for number, minutes in enumerate([30, 9, 4]):
-        changes = stuck("view_gave_up") | {"stuck_at": ago(minutes=minutes), "stuck_reason": f"No charge for ride {number}."}
+        changes = stuck("view_gave_up") | {
+            "stuck_at": ago(minutes=minutes),
+            "stuck_reason": f"No charge for ride {number}.",
+        }
         IdempotencyKeyFactory(**changes, request_path=f"/rides/{number}/pay?page={number}")
-    IdempotencyKeyFactory(**stuck("view_gave_up") | {"stuck_reason": "No charge for ride 7."}, request_path="/tips/7")
+    IdempotencyKeyFactory(
+        **stuck("view_gave_up") | {"stuck_reason": "No charge for ride 7."}, request_path="/tips/7"
+    )
     IdempotencyKeyFactory(**stuck("call_in_doubt"))
     client = staff()
     (largest, query), *others = client.get(DASHBOARD).context["groups"]
@@ -92,11 +113,20 @@ def test_stuck_keys_with_one_cause_are_one_group_and_lead_to_their_list() -> Non
 
 @pytest.mark.django_db
 def test_failed_jobs_with_one_cause_are_one_group() -> None:
-    for name, error in (("a.b", "Refused: job 1"), ("a.b", "Refused: job 2"), ("a.b", "Timeout"), ("a.c", "Timeout")):
+    for name, error in (
+        ("a.b", "Refused: job 1"),
+        ("a.b", "Refused: job 2"),
+        ("a.b", "Timeout"),
+        ("a.c", "Timeout"),
+    ):
         StagedJobFactory(failed_at=timezone.now(), job_name=name, last_error=error)
     client = staff()
     groups = client.get(DASHBOARD).context["job_groups"]
-    assert (groups[0][0].cause, groups[0][0].error, groups[0][0].count) == ("a.b", "Refused: job #", 2)
+    assert (groups[0][0].cause, groups[0][0].error, groups[0][0].count) == (
+        "a.b",
+        "Refused: job #",
+        2,
+    )
     assert [client.get(f"{JOBS}{query}").context["cl"].result_count for _, query in groups] == [
         group.count for group, _ in groups
     ]
@@ -109,26 +139,40 @@ def test_the_banner_says_what_the_doctor_says() -> None:
     IdempotencyKeyFactory(**stuck("view_gave_up"))
     IdempotencyKeyFactory(created_at=ago(minutes=10), last_run_at=ago(minutes=10))
     StagedJobFactory(run_at=ago(minutes=7))
-    StagedJobFactory(run_at=ago(minutes=-7), last_error="NotDeleted: kept for the audit", refusals=1)
+    StagedJobFactory(
+        run_at=ago(minutes=-7), last_error="NotDeleted: kept for the audit", refusals=1
+    )
     StagedJobFactory(failed_at=timezone.now())
     ProcessHeartbeat.objects.create(name="reap_keys", host="web1", pid=1, beat_at=ago(minutes=9))
     context = client.get(DASHBOARD).context
     no_heartbeat = "no heartbeat (if cron does not run it, %(consequence)s)"
     codes = {finding.code: url for finding, url in context["findings"]}
-    assert set(codes) == {"stuck_keys", "completer_late", "jobs_late", "jobs_not_deleted", "jobs_failed", "process_silent"}
+    assert set(codes) == {
+        "stuck_keys",
+        "completer_late",
+        "jobs_late",
+        "jobs_not_deleted",
+        "jobs_failed",
+        "process_silent",
+    }
     assert {finding.code for finding in diagnose().findings} >= set(codes)
     found = {code: client.get(url).context["cl"].result_count for code, url in codes.items() if url}
-    assert found == dict.fromkeys(("stuck_keys", "completer_late", "jobs_failed"), 1) | dict.fromkeys(
-        ("jobs_late", "jobs_not_deleted"), 2
-    )
+    assert found == dict.fromkeys(
+        ("stuck_keys", "completer_late", "jobs_failed"), 1
+    ) | dict.fromkeys(("jobs_late", "jobs_not_deleted"), 2)
     states = dict(context["loops"])
-    assert (states["enqueue_jobs"], states["reap_keys"]) == (no_heartbeat % {"consequence": "staged jobs wait"}, "silent")
+    assert (states["enqueue_jobs"], states["reap_keys"]) == (
+        no_heartbeat % {"consequence": "staged jobs wait"},
+        "silent",
+    )
 
 
 @pytest.mark.django_db
 def test_a_process_that_another_one_has_replaced_is_gone_not_silent() -> None:
     for pid, minutes in ((1, 9), (2, 0)):
-        ProcessHeartbeat.objects.create(name="reap_keys", host="web1", pid=pid, beat_at=ago(minutes=minutes))
+        ProcessHeartbeat.objects.create(
+            name="reap_keys", host="web1", pid=pid, beat_at=ago(minutes=minutes)
+        )
     context = staff().get(DASHBOARD).context
     assert [process.pid for process in context["gone"]] == [1]
     assert [process.pid for process in context["processes"]] == [2]
@@ -147,7 +191,9 @@ def test_the_charts_show_what_was_counted(span: dashboard.Span) -> None:
         "requests": 15, "replays": 4, "conflicts": 2, "errors": 1,
         "p50": pytest.approx(0.0113, abs=1e-4), "p95": pytest.approx(0.0113, abs=1e-4),
     }  # fmt: skip
-    assert all(len(line.values) == span.intervals for chart in context["charts"] for line in chart["lines"])
+    assert all(
+        len(line.values) == span.intervals for chart in context["charts"] for line in chart["lines"]
+    )
 
 
 @pytest.mark.django_db
@@ -192,7 +238,10 @@ PAGES = [
 ]  # fmt: skip
 
 
-LARGE = [f"idempotency_{model}" for model in ("idempotencykey", "stagedjob", "processedmessage", "downstreamcall")]
+LARGE = [
+    f"idempotency_{model}"
+    for model in ("idempotencykey", "stagedjob", "processedmessage", "downstreamcall")
+]
 
 
 def fill(count: int) -> None:
@@ -200,28 +249,30 @@ def fill(count: int) -> None:
     last = IdempotencyKey.objects.order_by("-pk").values_list("pk", flat=True)[0]
     with connection.cursor() as cursor:
         cursor.execute(
-            "INSERT INTO idempotency_idempotencykey (scope, idempotency_key, attempts, completer_attempts, request_method, "
-            "request_path, request_content_type, request_headers, remote_addr, request_fingerprint, seed, recovery_point, "
-            "finished_at, response_code, response_headers, stuck_code, stuck_reason, last_error, history, "
-            "lease_seconds, created_at) "
-            "SELECT 'user:' || n %% 1000, n::text, 1, 0, 'POST', '/rides', '', '{}', '', 'v1:0', '', 'finished', now(), 201, "
-            "'{}', '', '', '', '[]', 90, now() - n * interval '1 second' FROM generate_series(%s, %s) AS n",
+            "INSERT INTO idempotency_idempotencykey (scope, idempotency_key, attempts,"
+            " completer_attempts, request_method, request_path, request_content_type,"
+            " request_headers, remote_addr, request_fingerprint, seed, recovery_point, finished_at,"
+            " response_code, response_headers, stuck_code, stuck_reason, last_error, history,"
+            " lease_seconds, created_at) SELECT 'user:' || n %% 1000, n::text, 1, 0, 'POST',"
+            " '/rides', '', '{}', '', 'v1:0', '', 'finished', now(), 201, '{}', '', '', '', '[]',"
+            " 90, now() - n * interval '1 second' FROM generate_series(%s, %s) AS n",
             [last + 1, last + count],
         )
         cursor.execute(
-            "INSERT INTO idempotency_stagedjob (id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error) "
-            "SELECT gen_random_uuid(), 'a.b', '{}', 'default', now() - n * interval '1 second', 0, 0, '' "
-            "FROM generate_series(1, %s) AS n",
+            "INSERT INTO idempotency_stagedjob (id, job_name, job_args, queue, run_at, hand_overs,"
+            " refusals, last_error) SELECT gen_random_uuid(), 'a.b', '{}', 'default', now() - n *"
+            " interval '1 second', 0, 0, '' FROM generate_series(1, %s) AS n",
             [count],
         )
         cursor.execute(
-            "INSERT INTO idempotency_processedmessage (source, message_id, processed_at) "
-            "SELECT 'stripe', n::text, now() - n * interval '1 second' FROM generate_series(%s, %s) AS n",
+            "INSERT INTO idempotency_processedmessage (source, message_id, processed_at) SELECT"
+            " 'stripe', n::text, now() - n * interval '1 second' FROM generate_series(%s, %s) AS n",
             [last + 1, last + count],
         )
         cursor.execute(
-            "INSERT INTO idempotency_downstreamcall (key_id, name, token, started_at, recorded_at) "
-            "SELECT id, 'made', gen_random_uuid(), created_at, created_at FROM idempotency_idempotencykey WHERE id > %s",
+            "INSERT INTO idempotency_downstreamcall (key_id, name, token, started_at, recorded_at)"
+            " SELECT id, 'made', gen_random_uuid(), created_at, created_at FROM"
+            " idempotency_idempotencykey WHERE id > %s",
             [last],
         )
         cursor.execute(f"ANALYZE {', '.join(LARGE)}")
@@ -234,7 +285,9 @@ def costs(client: Client) -> dict[str, list[str]]:
     for page in [*PAGES, *(f"{KEYS}{key.pk}/{name}" for name in of_key)]:
         with CaptureQueriesContext(connection) as queries:
             assert client.get(page).status_code == 200
-        found[page] = [query["sql"] for query in queries.captured_queries if query["sql"].startswith("SELECT")]
+        found[page] = [
+            query["sql"] for query in queries.captured_queries if query["sql"].startswith("SELECT")
+        ]
     return found
 
 
@@ -256,7 +309,9 @@ def plan_of(sql: str) -> str:
 def scans_whole_table(sql: str) -> bool:
     plan = plan_of(sql)
     # The other tables have few rows here, for which the planner may choose either.
-    lines = [line for line in plan.splitlines() if any(f"Seq Scan on {table}" in line for table in LARGE)]
+    lines = [
+        line for line in plan.splitlines() if any(f"Seq Scan on {table}" in line for table in LARGE)
+    ]
     # A count that stops at its limit may go through the table in any order.
     return bool(lines) and not ("COUNT" in sql and "LIMIT" in sql)
 
@@ -264,9 +319,12 @@ def scans_whole_table(sql: str) -> bool:
 @pytest.mark.postgres
 @pytest.mark.django_db
 @pytest.mark.processes
-def test_no_page_costs_more_at_two_hundred_thousand_keys_than_at_one_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_page_costs_more_at_two_hundred_thousand_keys_than_at_one_thousand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = staff()
-    monkeypatch.setattr(connection.connection, "prepare_threshold", None)  # Django cannot show a prepared statement.
+    # Django cannot show a prepared statement.
+    monkeypatch.setattr(connection.connection, "prepare_threshold", None)
     for _ in range(60):
         key = IdempotencyKeyFactory(user=UserFactory(), **stuck("view_gave_up"))
         RideFactory(idempotency_key=key)

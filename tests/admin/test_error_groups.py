@@ -9,8 +9,14 @@ from idempotency.admin.error_groups import group_of
     ("one", "other"),
     [
         ("ValueError: no ride 17", "ValueError: no ride 4711"),
-        ("LockLost: 058f7b8e-a128-4e76-aee0-eb7f30357254", "LockLost: eeb10940-ecf2-4a8d-af7f-390c51efb7a8"),
-        ("KeyError: 058f7b8ea1284e76aee0eb7f30357254", "KeyError: eeb10940ecf24a8daf7f390c51efb7a8"),
+        (
+            "LockLost: 058f7b8e-a128-4e76-aee0-eb7f30357254",
+            "LockLost: eeb10940-ecf2-4a8d-af7f-390c51efb7a8",
+        ),
+        (
+            "KeyError: 058f7b8ea1284e76aee0eb7f30357254",
+            "KeyError: eeb10940ecf24a8daf7f390c51efb7a8",
+        ),
         ("CardError: pi_3NabcXYZ9 is gone", "CardError: pi_9QxcdUVW1k is gone"),
         ("OSError: evt_1 was lost", "OSError: evt_27 was lost"),
         ("ValueError: 'Anna' has no card", "ValueError: 'Ben' has no card"),
@@ -38,7 +44,10 @@ def test_different_errors_are_different_groups(one: str, other: str) -> None:
     assert group_of(one) != group_of(other)
 
 
-@pytest.mark.parametrize("text", ["", "\n", "ValueError: no ride 17", "'" * 5000, "x1" * 5000, "1 " * 5000, "word " * 5000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "\n", "ValueError: no ride 17", "'" * 5000, "x1" * 5000, "1 " * 5000, "word " * 5000],
+)
 def test_a_group_is_its_own_group_and_short(text: str) -> None:
     assert group_of(group_of(text)) == group_of(text)
     assert len(group_of(text)) <= 200

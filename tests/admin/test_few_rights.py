@@ -1,4 +1,5 @@
-"""People with few rights: what they are not offered, and why, and who may see what they are refused."""
+"""People with few rights: what they are not offered, and why, and who may see what they are
+refused."""
 
 from html import unescape
 from typing import Any
@@ -24,7 +25,9 @@ def stuck_key() -> Any:
 
 def test_a_page_says_which_permission_each_action_needs_that_it_does_not_offer() -> None:
     job = StagedJobFactory(failed_at=timezone.now())
-    client = person("view_idempotencykey", "view_stagedjob", "acknowledge_idempotencykey", "retry_stagedjob")
+    client = person(
+        "view_idempotencykey", "view_stagedjob", "acknowledge_idempotencykey", "retry_stagedjob"
+    )
     needed = {
         KEYS: {"complete_idempotencykey"},
         JOBS: {"discard_stagedjob"},
@@ -32,7 +35,9 @@ def test_a_page_says_which_permission_each_action_needs_that_it_does_not_offer()
     }
     for page, permissions in needed.items():
         answer = client.get(page)
-        assert {name for _, name in answer.context["not_offered"]} == {f"idempotency.{name}" for name in permissions}
+        assert {name for _, name in answer.context["not_offered"]} == {
+            f"idempotency.{name}" for name in permissions
+        }
         assert all(f"<code>idempotency.{name}</code>" in answer.text for name in permissions)
         assert "Not offered" not in person().get(page).text
 
@@ -57,7 +62,9 @@ def test_a_job_that_waits_offers_nothing_and_needs_no_reason() -> None:
         ("/admin/idempotency/downstreamcall/", (), "view_downstreamcall"),
     ],
 )
-def test_a_refused_page_says_which_permission_it_needs_and_who_has_it(page: str, held: Any, permission: str) -> None:
+def test_a_refused_page_says_which_permission_it_needs_and_who_has_it(
+    page: str, held: Any, permission: str
+) -> None:
     client = person(*held, "view_group")
     refused = client.get(page)
     assert refused.status_code == 403

@@ -14,7 +14,11 @@ LOCK_SECONDS = 90
 def key(*events: tuple[float, str, str]) -> IdempotencyKey:
     return IdempotencyKey(
         history=[
-            {"at": (BEGIN + timedelta(seconds=seconds)).isoformat(), "event": name, "detail": detail}
+            {
+                "at": (BEGIN + timedelta(seconds=seconds)).isoformat(),
+                "event": name,
+                "detail": detail,
+            }
             for seconds, name, detail in events
         ]
     )
@@ -27,7 +31,10 @@ def endings(*events: tuple[float, str, str]) -> list[tuple[str, str]]:
 
 
 def others(*events: tuple[float, str, str]) -> list[str]:
-    return [event.name for event in runs_of(history_of(key((0, "claimed", "client"), *events)), LOCK_SECONDS)[1]]
+    return [
+        event.name
+        for event in runs_of(history_of(key((0, "claimed", "client"), *events)), LOCK_SECONDS)[1]
+    ]
 
 
 @pytest.mark.parametrize("ending", ["finished", "error", "refused", "stuck"])
@@ -38,7 +45,11 @@ def test_a_run_ends_with_its_own_event(ending: str) -> None:
 
 
 def test_a_run_is_lost_if_another_one_follows_it() -> None:
-    events = ((1, "call begun", "charge"), (95, "claimed", "completer"), (96, "finished", "status 201"))
+    events = (
+        (1, "call begun", "charge"),
+        (95, "claimed", "completer"),
+        (96, "finished", "status 201"),
+    )
     assert endings(*events) == [("client", "lost"), ("completer", "finished")]
 
 
@@ -71,5 +82,8 @@ def test_a_cut_history_begins_inside_a_run() -> None:
 
 
 def test_an_event_without_a_time_is_no_part_of_a_run() -> None:
-    runs, found = runs_of(history_of(IdempotencyKey(history=[{"at": "", "event": "claimed", "detail": ""}])), LOCK_SECONDS)
+    runs, found = runs_of(
+        history_of(IdempotencyKey(history=[{"at": "", "event": "claimed", "detail": ""}])),
+        LOCK_SECONDS,
+    )
     assert (runs, found) == ([], [])

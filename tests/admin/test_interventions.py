@@ -1,4 +1,5 @@
-"""What a person does to a key takes effect once, only on what the person saw, and fences off whoever comes late."""
+"""What a person does to a key takes effect once, only on what the person saw, and fences off
+whoever comes late."""
 
 from datetime import timedelta
 from functools import partial
@@ -33,7 +34,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 class Shop:
-    """A phased view that writes an entry, calls out, and answers; the call fails while ``broken``, or waits at ``gate``."""
+    """A phased view that writes an entry, calls out, and answers; the call fails while ``broken``,
+    or waits at ``gate``."""
 
     def __init__(self) -> None:
         self.broken = True
@@ -67,7 +69,9 @@ def the_key() -> IdempotencyKey:
 
 
 def make_stuck(code: str = "attempts_exhausted") -> IdempotencyKey:
-    IdempotencyKey.objects.update(stuck_at=Now(), stuck_code=code, stuck_reason="Somebody must look.", completer_attempts=25)
+    IdempotencyKey.objects.update(
+        stuck_at=Now(), stuck_code=code, stuck_reason="Somebody must look.", completer_attempts=25
+    )
     return the_key()
 
 
@@ -81,13 +85,17 @@ def test_a_stuck_key_is_completed_with_all_its_attempts_anew(shop: Shop, sender:
     key = make_stuck()
     shop.broken = False
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "finished"
-    assert "handed back: to the completer, by jane" in [f"{event['event']}: {event['detail']}" for event in the_key().history]
+    assert "handed back: to the completer, by jane" in [
+        f"{event['event']}: {event['detail']}" for event in the_key().history
+    ]
     answer = sender.send()
     assert (answer.status_code, answer["Idempotent-Replayed"]) == (201, "true")
     assert Entry.objects.get().name == "delivered"
 
 
-def test_what_a_person_gives_back_past_the_retention_is_not_undone_by_the_reaper(sender: Sender, serve: Any) -> None:
+def test_what_a_person_gives_back_past_the_retention_is_not_undone_by_the_reaper(
+    sender: Sender, serve: Any
+) -> None:
     refunds: list[int] = []
 
     def refund(key: IdempotencyKey) -> HttpResponseBase:
@@ -108,7 +116,9 @@ def test_what_a_person_gives_back_past_the_retention_is_not_undone_by_the_reaper
     assert not refunds
 
 
-def test_what_a_person_gives_back_while_the_reaper_is_at_work_is_not_undone_either(sender: Sender, serve: Any) -> None:
+def test_what_a_person_gives_back_while_the_reaper_is_at_work_is_not_undone_either(
+    sender: Sender, serve: Any
+) -> None:
     settled: list[int] = []
 
     def refund(key: IdempotencyKey) -> HttpResponseBase:
@@ -117,7 +127,11 @@ def test_what_a_person_gives_back_while_the_reaper_is_at_work_is_not_undone_eith
             assert interventions.hand_back(other.pk, other.claim_token, by="jane")
         return HttpResponse(status=410)
 
-    serve(view=idempotent(recovery_points=[], on_abandon=refund)(lambda request: HttpResponse(status=503)))
+    serve(
+        view=idempotent(recovery_points=[], on_abandon=refund)(
+            lambda request: HttpResponse(status=503)
+        )
+    )
     for number in range(2):
         sender.send(key=f"key-{number}")
     past_the_retention()
@@ -125,7 +139,9 @@ def test_what_a_person_gives_back_while_the_reaper_is_at_work_is_not_undone_eith
     assert len(settled) == 1
 
 
-def test_a_run_that_fails_past_the_retention_is_tried_again_for_as_long_anew(shop: Shop, sender: Sender) -> None:
+def test_a_run_that_fails_past_the_retention_is_tried_again_for_as_long_anew(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send()
     past_the_retention()
     assert reap_once() == ReapPass(stuck=1)
@@ -135,11 +151,17 @@ def test_a_run_that_fails_past_the_retention_is_tried_again_for_as_long_anew(sho
     assert reap_once() == ReapPass(stuck=1)
 
 
-def test_a_key_that_fails_again_is_the_completers_with_its_first_attempt_counted(shop: Shop, sender: Sender) -> None:
+def test_a_key_that_fails_again_is_the_completers_with_its_first_attempt_counted(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send()
     key = make_stuck()
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "failed"
-    assert (the_key().stuck_at, the_key().completer_attempts, the_key().recovery_point) == (None, 1, "between")
+    assert (the_key().stuck_at, the_key().completer_attempts, the_key().recovery_point) == (
+        None,
+        1,
+        "between",
+    )
 
 
 def test_a_key_that_is_handed_back_is_run_by_the_completer(shop: Shop, sender: Sender) -> None:
@@ -157,7 +179,9 @@ def test_completing_a_key_that_another_run_took_once_it_was_handed_back_says_so(
 ) -> None:
     sender.send()
     key = make_stuck()
-    monkeypatch.setattr(interventions, "hand_back", partial(hand_back_and_meet_another_run, interventions.hand_back))
+    monkeypatch.setattr(
+        interventions, "hand_back", partial(hand_back_and_meet_another_run, interventions.hand_back)
+    )
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "handed back"
 
 
@@ -175,7 +199,9 @@ def test_what_on_abandon_has_begun_is_not_built_upon(shop: Shop, sender: Sender)
     shop.broken = False
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") is None
     assert the_key().stuck_code == "on_abandon"
-    assert interventions.answer(key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane")
+    assert interventions.answer(
+        key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane"
+    )
 
 
 def test_an_answer_is_what_the_clients_retry_gets(shop: Shop, sender: Sender) -> None:
@@ -188,11 +214,17 @@ def test_an_answer_is_what_the_clients_retry_gets(shop: Shop, sender: Sender) ->
 
     key_finished.connect(hear)
     try:
-        assert interventions.answer(key.pk, key.claim_token, JsonResponse({"sorry": True}, status=410), by="jane")
+        assert interventions.answer(
+            key.pk, key.claim_token, JsonResponse({"sorry": True}, status=410), by="jane"
+        )
     finally:
         key_finished.disconnect(hear)
     answer = sender.send()
-    assert (answer.status_code, answer.json(), answer["Idempotent-Replayed"]) == (410, {"sorry": True}, "true")
+    assert (answer.status_code, answer.json(), answer["Idempotent-Replayed"]) == (
+        410,
+        {"sorry": True},
+        "true",
+    )
     assert told == ["finished"]
     assert last_event() == "answered: status 410, by jane"
     assert Entry.objects.get().name == "ordered"
@@ -235,7 +267,9 @@ def test_a_key_that_gets_stuck_anew_is_on_the_list_again(shop: Shop, sender: Sen
 
 
 @pytest.mark.postgres
-def test_a_run_that_lost_its_lock_to_a_person_commits_nothing_more(shop: Shop, sender: Sender) -> None:
+def test_a_run_that_lost_its_lock_to_a_person_commits_nothing_more(
+    shop: Shop, sender: Sender
+) -> None:
     shop.broken, shop.gate = False, Gate()
     with background(lambda: another_client(sender).send()) as late:
         shop.gate.wait_until_reached()
@@ -250,12 +284,16 @@ def test_a_run_that_lost_its_lock_to_a_person_commits_nothing_more(shop: Shop, s
 
 
 @pytest.mark.postgres
-def test_a_run_that_is_answered_for_after_its_lock_expired_commits_nothing_more(shop: Shop, sender: Sender) -> None:
+def test_a_run_that_is_answered_for_after_its_lock_expired_commits_nothing_more(
+    shop: Shop, sender: Sender
+) -> None:
     shop.broken, shop.gate = False, Gate()
     with background(lambda: another_client(sender).send()) as late:
         shop.gate.wait_until_reached()
         key = the_key()
-        assert not interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane"), "a run holds it"
+        assert not interventions.answer(
+            key.pk, key.claim_token, HttpResponse(status=410), by="jane"
+        ), "a run holds it"
         make_older(91, "locked_until")
         assert interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane")
         shop.gate.open()
@@ -268,7 +306,9 @@ def test_that_nothing_was_done_cannot_be_answered_after_a_run_thought_dead_has_d
     serve: Any, sender: Sender
 ) -> None:
     gate = Gate()
-    serve(view=two_phases(lambda request: gate.wait_here(), lambda request: HttpResponse(status=503)))
+    serve(
+        view=two_phases(lambda request: gate.wait_here(), lambda request: HttpResponse(status=503))
+    )
     with background(lambda: another_client(sender).send()):
         gate.wait_until_reached()
         make_older(91, "locked_until")
@@ -278,28 +318,44 @@ def test_that_nothing_was_done_cannot_be_answered_after_a_run_thought_dead_has_d
         gate.open()
     nothing_was_done = HttpResponse(status=409)
     assert the_key().recovery_point == "between"
-    assert not interventions.answer(seen.pk, seen.claim_token, nothing_was_done, by="jane", at=seen.recovery_point)
-    assert interventions.complete_now(seen.pk, seen.claim_token, by="jane", at=seen.recovery_point) is None
+    assert not interventions.answer(
+        seen.pk, seen.claim_token, nothing_was_done, by="jane", at=seen.recovery_point
+    )
+    assert (
+        interventions.complete_now(seen.pk, seen.claim_token, by="jane", at=seen.recovery_point)
+        is None
+    )
 
 
 INTERVENTIONS = {
     "hand back": (interventions.hand_back, {}),
     "acknowledge": (interventions.acknowledge, {}),
-    "answer": (lambda pk, seen, **more: interventions.answer(pk, seen, HttpResponse(status=410), **more), {}),
+    "answer": (
+        lambda pk, seen, **more: interventions.answer(pk, seen, HttpResponse(status=410), **more),
+        {},
+    ),
     "release": (interventions.release_lock, {"locked_until": lock_end()}),
 }
-each_intervention = pytest.mark.parametrize(("intervene", "state"), INTERVENTIONS.values(), ids=INTERVENTIONS)
+each_intervention = pytest.mark.parametrize(
+    ("intervene", "state"), INTERVENTIONS.values(), ids=INTERVENTIONS
+)
 
 
 def stuck_key(state: dict[str, Any]) -> IdempotencyKey:
-    stuck = {} if "locked_until" in state else {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "Look."}
+    stuck = (
+        {}
+        if "locked_until" in state
+        else {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "Look."}
+    )
     key = IdempotencyKeyFactory(claim_token=uuid4())
     IdempotencyKey.objects.update(**stuck, **state)
     return key
 
 
 @each_intervention
-def test_what_was_run_since_a_person_looked_is_left_alone(intervene: Any, state: dict[str, Any]) -> None:
+def test_what_was_run_since_a_person_looked_is_left_alone(
+    intervene: Any, state: dict[str, Any]
+) -> None:
     key = stuck_key(state)
     before = IdempotencyKey.objects.values().get()
     assert not intervene(key.pk, uuid4(), by="jane")
@@ -309,7 +365,9 @@ def test_what_was_run_since_a_person_looked_is_left_alone(intervene: Any, state:
 
 
 @each_intervention
-def test_what_has_moved_on_under_its_old_claim_is_left_alone(intervene: Any, state: dict[str, Any]) -> None:
+def test_what_has_moved_on_under_its_old_claim_is_left_alone(
+    intervene: Any, state: dict[str, Any]
+) -> None:
     key = stuck_key(state)
     IdempotencyKey.objects.update(recovery_point="charged")
     assert not intervene(key.pk, key.claim_token, by="jane", at="started")
@@ -341,9 +399,9 @@ def test_a_finished_key_is_left_alone(intervene: Any, state: dict[str, Any]) -> 
 @each_intervention
 def test_of_many_who_press_at_once_one_succeeds(intervene: Any, state: dict[str, Any]) -> None:
     key = stuck_key(state)
-    assert sorted(all_at_once(lambda number: intervene(key.pk, key.claim_token, by=f"person {number}"), 8)) == [False] * 7 + [
-        True
-    ]
+    assert sorted(
+        all_at_once(lambda number: intervene(key.pk, key.claim_token, by=f"person {number}"), 8)
+    ) == [False] * 7 + [True]
     assert len(the_key().history) == 1
 
 
@@ -359,7 +417,11 @@ def test_the_history_keeps_the_note_of_each_intervention(intervention: str) -> N
     intervene, state = INTERVENTIONS.get(intervention, (interventions.complete_now, {}))
     key = stuck_key(state)
     assert intervene(key.pk, key.claim_token, by="j" * 100, note="ticket 7" * 15)
-    assert [event for event in the_key().history if event["detail"].endswith(f"by {'j' * 100}: {'ticket 7' * 15}")]
+    assert [
+        event
+        for event in the_key().history
+        if event["detail"].endswith(f"by {'j' * 100}: {'ticket 7' * 15}")
+    ]
 
 
 def test_a_note_that_is_cut_shows_a_sign() -> None:
@@ -389,7 +451,9 @@ def test_only_failed_jobs_are_retried_and_discarded() -> None:
 
 
 def test_a_discarded_job_never_runs_although_a_queue_still_has_it() -> None:
-    job = StagedJobFactory(job_name="tests.kit.jobs.record", job_args=[UserFactory().pk], failed_at=Now())
+    job = StagedJobFactory(
+        job_name="tests.kit.jobs.record", job_args=[UserFactory().pk], failed_at=Now()
+    )
     assert interventions.discard_jobs() == 1
     run_once(job.job_name, job.job_args, str(job.pk))
     assert not AuditRecord.objects.exists()
@@ -404,4 +468,7 @@ def test_a_job_that_runs_at_this_moment_is_not_discarded(monkeypatch: pytest.Mon
         assert elsewhere(interventions.discard_jobs) == 1
     assert StagedJob.objects.get() == job
     assert interventions.discard_jobs() == 1, "it took effect, and its row is no use any more"
-    assert set(ProcessedMessage.objects.values_list("message_id", flat=True)) == {str(job.pk), str(other.pk)}
+    assert set(ProcessedMessage.objects.values_list("message_id", flat=True)) == {
+        str(job.pk),
+        str(other.pk),
+    }

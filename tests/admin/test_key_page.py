@@ -1,4 +1,5 @@
-"""The page of one key: its state in words, the cure first, the timeline, what belongs to it, and what one takes away."""
+"""The page of one key: its state in words, the cure first, the timeline, what belongs to it, and
+what one takes away."""
 
 import json
 import re
@@ -48,7 +49,9 @@ def staff(client: Client) -> Client:
 def person(*permissions: str) -> Client:
     """Return a client signed in as staff with these permissions of the app."""
     user = UserFactory(is_staff=True)
-    user.user_permissions.add(*Permission.objects.filter(content_type__app_label="idempotency", codename__in=permissions))
+    user.user_permissions.add(
+        *Permission.objects.filter(content_type__app_label="idempotency", codename__in=permissions)
+    )
     client = Client()
     client.force_login(user)
     return client
@@ -64,7 +67,8 @@ def page(client: Client, key: IdempotencyKey) -> Any:
 
 
 def history(begin: float, *events: tuple[float, str, str]) -> dict[str, Any]:
-    """Return the columns of a key that was created so many seconds ago, with events so many seconds later."""
+    """Return the columns of a key that was created so many seconds ago, with events so many seconds
+    later."""
     created = timezone.now() - timedelta(seconds=begin)
     written = [
         {"at": (created + timedelta(seconds=later)).isoformat(), "event": name, "detail": detail}
@@ -79,7 +83,9 @@ def history(begin: float, *events: tuple[float, str, str]) -> dict[str, Any]:
 def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) -> None:
     assert page(staff, stuck_key()).context["heading"] == "Stuck, 9 min: attempts_exhausted"
     assert page(staff, IdempotencyKeyFactory(finished=True, response_code=None)).context["heading"]
-    held = IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(), last_run_at=ago(seconds=20))
+    held = IdempotencyKeyFactory(
+        claim_token=uuid4(), locked_until=lock_end(), last_run_at=ago(seconds=20)
+    )
     assert re.fullmatch(r"In flight, 2\d s", page(staff, held).context["heading"])
 
 
@@ -87,18 +93,31 @@ def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) ->
 @pytest.mark.parametrize(
     ("code", "next_step"),
     [
-        ("unknown_recovery_point", "When the running code declares the recovery point, a retry of the client continues"),
-        ("refused_when_rebuilt", "The completer does not run the request again. A retry of the client runs it."),
-        ("user_missing", "The completer does not run the request again. A retry of the client runs it."),
+        (
+            "unknown_recovery_point",
+            "When the running code declares the recovery point, a retry of the client continues",
+        ),
+        (
+            "refused_when_rebuilt",
+            "The completer does not run the request again. A retry of the client runs it.",
+        ),
+        (
+            "user_missing",
+            "The completer does not run the request again. A retry of the client runs it.",
+        ),
     ],
 )
-def test_a_stuck_key_that_a_retry_may_run_says_so(staff: Client, code: str, next_step: str, changes: dict[str, Any]) -> None:
+def test_a_stuck_key_that_a_retry_may_run_says_so(
+    staff: Client, code: str, next_step: str, changes: dict[str, Any]
+) -> None:
     assert next_step in page(staff, stuck_key(code, **changes)).content.decode()
 
 
 def test_an_answer_of_a_person_is_told_from_a_stored_response(staff: Client) -> None:
     events = (0, "claimed", "client"), (300, "answered", "status 409, by jane")
-    line = page(staff, IdempotencyKeyFactory(finished=True, response_code=409, **history(400, *events))).context["state_line"]
+    line = page(
+        staff, IdempotencyKeyFactory(finished=True, response_code=409, **history(400, *events))
+    ).context["state_line"]
     assert "jane" in line
 
 
@@ -106,7 +125,9 @@ def test_an_answer_of_a_person_is_told_from_a_stored_response(staff: Client) -> 
 def test_the_button_of_the_cure_is_the_first_and_the_primary_one(staff: Client, code: str) -> None:
     best = STUCK_CODES[code].best if code in STUCK_CODES else "complete"
     assert best in BUTTONS
-    buttons = re.findall(r'class="button ([\w-]+)" href="[^"]*/press/(\w+)/', page(staff, stuck_key(code)).text)
+    buttons = re.findall(
+        r'class="button ([\w-]+)" href="[^"]*/press/(\w+)/', page(staff, stuck_key(code)).text
+    )
     assert buttons[0] == ("default", best)
     assert {style for style, _ in buttons[1:]} == {"idem-quiet"}
 
@@ -132,8 +153,12 @@ def test_the_docs_name_the_button_of_each_cure() -> None:
     }
 
 
-@pytest.mark.parametrize(("error", "below"), [("OSError: down", False), ("OSError: down\nat last", True), ("", False)])
-def test_an_error_of_many_lines_is_below_the_buttons(staff: Client, error: str, below: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "below"), [("OSError: down", False), ("OSError: down\nat last", True), ("", False)]
+)
+def test_an_error_of_many_lines_is_below_the_buttons(
+    staff: Client, error: str, below: bool
+) -> None:
     top, _, rest = page(staff, stuck_key(last_error=error)).text.partition('class="button default"')
     assert error.partition("\n")[0] in top
     assert ("at last" in rest) == below
@@ -152,11 +177,15 @@ def test_a_person_reads_which_permission_a_missing_button_needs() -> None:
         assert f"idempotency.{BUTTONS[name].permission}" not in text
 
 
-@pytest.mark.parametrize(("name", "permission"), [("change", "view"), ("json", "view"), ("press/complete", "complete")])
+@pytest.mark.parametrize(
+    ("name", "permission"), [("change", "view"), ("json", "view"), ("press/complete", "complete")]
+)
 def test_a_refused_page_says_who_may(name: str, permission: str) -> None:
     group = Group.objects.create(name="People on call")
     group.permissions.add(Permission.objects.get(codename=f"{permission}_idempotencykey"))
-    refused = person("view_stagedjob" if permission == "view" else "view_idempotencykey").get(f"{KEYS}{stuck_key().pk}/{name}/")
+    refused = person("view_stagedjob" if permission == "view" else "view_idempotencykey").get(
+        f"{KEYS}{stuck_key().pk}/{name}/"
+    )
     assert refused.status_code == 403
     assert f"idempotency.{permission}_idempotencykey" in refused.text
     assert "People on call" in refused.text
@@ -186,7 +215,9 @@ def test_the_timeline_shows_runs_phases_calls_the_lost_run_and_the_next_one(staf
         (0.2, "call begun", "charge"),
         (1, "error", "down"),
     )
-    key = IdempotencyKeyFactory(recovery_point="ride_created", **history(250, *first, (2, "claimed", "client")))
+    key = IdempotencyKeyFactory(
+        recovery_point="ride_created", **history(250, *first, (2, "claimed", "client"))
+    )
     svg = timeline(staff, key)
     assert shapes(svg) == {"run", "call", "silent", "point", "error", "next"}
     assert len(captions(svg)) == 3
@@ -196,12 +227,14 @@ def test_the_timeline_shows_runs_phases_calls_the_lost_run_and_the_next_one(staf
 
 def test_the_timeline_of_a_run_that_goes_on_shows_when_its_lock_expires(staff: Client) -> None:
     events = history(20, (0, "claimed", "client"))
-    svg = timeline(staff, IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(20), **events))
+    svg = timeline(
+        staff, IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(20), **events)
+    )
     assert shapes(svg) == {"run", "ahead", "expiry"}
     begin, end = (written for text in svg.iter("text") if "UTC" in (written := text.text or ""))
-    assert timezone.datetime.fromisoformat(end[:19]) - timezone.datetime.fromisoformat(begin[:19]) == timedelta(
-        seconds=conf.get().LOCK_TIMEOUT_SECONDS
-    )
+    assert timezone.datetime.fromisoformat(end[:19]) - timezone.datetime.fromisoformat(
+        begin[:19]
+    ) == timedelta(seconds=conf.get().LOCK_TIMEOUT_SECONDS)
 
 
 def test_the_timeline_of_a_finished_key_ends_with_it(staff: Client) -> None:
@@ -212,30 +245,50 @@ def test_the_timeline_of_a_finished_key_ends_with_it(staff: Client) -> None:
 
 
 def test_what_people_did_has_a_row_of_its_own(staff: Client) -> None:
-    events = (0, "claimed", "client"), (1, "stuck", "Look."), (60, "acknowledged", "by jane: ticket 7")
+    events = (
+        (0, "claimed", "client"),
+        (1, "stuck", "Look."),
+        (60, "acknowledged", "by jane: ticket 7"),
+    )
     svg = timeline(staff, stuck_key(**history(100, *events)))
     assert shapes(svg) == {"run", "stuck", "person"}
 
 
 def test_many_runs_share_rows(staff: Client) -> None:
-    runs = [event for at in range(0, 2500, 100) for event in ((at, "claimed", "completer"), (at + 1, "error", "down"))]
+    runs = [
+        event
+        for at in range(0, 2500, 100)
+        for event in ((at, "claimed", "completer"), (at + 1, "error", "down"))
+    ]
     svg = timeline(staff, IdempotencyKeyFactory(**history(2600, *runs)))
     assert len(captions(svg)) <= MAX_ROWS
     assert len([rect for rect in svg.iter("rect") if rect.get("class") == "idem-span-run"]) == 25
 
 
 @pytest.mark.parametrize(
-    "events", [[], [{"at": "", "event": "claimed", "detail": ""}], [{"at": "2026-11-21T06:00:00Z", "event": "?", "detail": ""}]]
+    "events",
+    [
+        [],
+        [{"at": "", "event": "claimed", "detail": ""}],
+        [{"at": "2026-11-21T06:00:00Z", "event": "?", "detail": ""}],
+    ],
 )
 def test_any_history_can_be_shown(staff: Client, events: list[dict[str, str]]) -> None:
     for changes in ({"finished": True}, {}, {"claim_token": uuid4(), "locked_until": lock_end()}):
         assert page(staff, IdempotencyKeyFactory(history=events, **changes)).status_code == 200
 
 
-@pytest.mark.parametrize("state", [{"finished": True}, {}, {"claim_token": uuid4(), "locked_until": lock_end()}])
-def test_the_page_works_in_a_project_without_time_zones(staff: Client, settings: Any, state: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "state", [{"finished": True}, {}, {"claim_token": uuid4(), "locked_until": lock_end()}]
+)
+def test_the_page_works_in_a_project_without_time_zones(
+    staff: Client, settings: Any, state: dict[str, Any]
+) -> None:
     settings.USE_TZ = False
-    events = [{"at": "2026-11-21T06:00:00Z", "event": name, "detail": ""} for name in ("claimed", "call begun")]
+    events = [
+        {"at": "2026-11-21T06:00:00Z", "event": name, "detail": ""}
+        for name in ("claimed", "call begun")
+    ]
     key = IdempotencyKeyFactory(history=events, **state)
     assert page(staff, key).status_code == 200
     assert staff.get(f"{KEYS}{key.pk}/json/").status_code == 200
@@ -247,11 +300,20 @@ def test_the_page_works_in_a_project_without_time_zones(staff: Client, settings:
 def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
     key = IdempotencyKeyFactory()
     RideFactory(idempotency_key=key, stripe_charge_id="ch_7", paid_at=ago(minutes=1))
-    taken, _waiting = StagedJobFactory(idempotency_key=key), StagedJobFactory(idempotency_key=key, run_at=ago(seconds=130))
+    taken, _waiting = (
+        StagedJobFactory(idempotency_key=key),
+        StagedJobFactory(idempotency_key=key, run_at=ago(seconds=130)),
+    )
     StagedJobFactory(idempotency_key=key, failed_at=ago(minutes=3), last_error="ImportError: gone")
     ProcessedMessage.objects.create(source=STAGED_JOBS, message_id=str(taken.pk))
-    DownstreamCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=Now(), result="sent <b>")
-    rows = {(kind.name, row.alarming, row.state) for kind in page(staff, key).context["linked"] for row in kind.rows}
+    DownstreamCall.objects.create(
+        key=key, name="sms", token=uuid4(), recorded_at=Now(), result="sent <b>"
+    )
+    rows = {
+        (kind.name, row.alarming, row.state)
+        for kind in page(staff, key).context["linked"]
+        for row in kind.rows
+    }
     ride, calls, jobs = (
         [(alarming, state) for name, alarming, state in rows if name == kind]
         for kind in ("ride", "downstream call", "staged job")
@@ -279,7 +341,9 @@ def test_rows_in_another_database_are_shown_and_searched_too(
     with connection.cursor() as cursor:
         cursor.execute("ALTER TABLE tests_entry RENAME TO in_another_database")
     settings.DATABASE_ROUTERS = [EntriesInShardB()]
-    linked = {kind.name: [row.name for row in kind.rows] for kind in page(staff, key).context["linked"]}
+    linked = {
+        kind.name: [row.name for row in kind.rows] for kind in page(staff, key).context["linked"]
+    }
     assert linked == {"entry": [str(entry.pk)]}
     on_no_index = {"has_module_permission": lambda self, request: False}
     searched = type("Entries", (admin.ModelAdmin,), {"search_fields": ("name",), **on_no_index})
@@ -297,8 +361,12 @@ def test_a_person_who_may_not_see_a_model_sees_no_state_of_its_rows() -> None:
 
 def test_a_person_who_may_not_see_jobs_and_calls_sees_neither_errors_nor_results() -> None:
     key = IdempotencyKeyFactory()
-    DownstreamCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=timezone.now(), result={"to": "+4915112345"})
-    StagedJobFactory(idempotency_key=key, job_name="receipt", failed_at=timezone.now(), last_error="card 4242")
+    DownstreamCall.objects.create(
+        key=key, name="sms", token=uuid4(), recorded_at=timezone.now(), result={"to": "+4915112345"}
+    )
+    StagedJobFactory(
+        idempotency_key=key, job_name="receipt", failed_at=timezone.now(), last_error="card 4242"
+    )
     text = page(person("view_idempotencykey"), key).text
     assert "downstream call: sms" in text
     assert "staged job: receipt" in text
@@ -318,7 +386,9 @@ class NeedsItsList(admin.ModelAdmin):
         return f"{ride.pk} in {self.currency}"  # type: ignore[attr-defined]
 
 
-def test_a_column_of_another_app_that_fails_is_left_out(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_of_another_app_that_fails_is_left_out(
+    staff: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(admin.site._registry, Ride, NeedsItsList(Ride, admin.site))
     key = IdempotencyKeyFactory()
     ride = RideFactory(idempotency_key=key)
@@ -353,7 +423,12 @@ def test_empty_fields_are_folded_away(staff: Client) -> None:
     assert {"finished_at_shown", "response_code", "response_shown"} < names["Empty"]
     assert {"created_at_shown", "attempts"} < names["Runs"]
     assert "Response" not in names
-    names = {title for title, _ in page(staff, IdempotencyKeyFactory(finished=True)).context["adminform"].fieldsets}
+    names = {
+        title
+        for title, _ in (
+            page(staff, IdempotencyKeyFactory(finished=True)).context["adminform"].fieldsets
+        )
+    }
     assert "Response" in names
 
 
@@ -372,17 +447,29 @@ def test_the_key_as_json_has_no_secret_and_the_body_as_it_is_stored(staff: Clien
     StagedJobFactory(idempotency_key=key)
     read = staff.get(f"{KEYS}{key.pk}/json/").json()
     assert not {"seed", "claim_token"} & read.keys()
-    columns = {field.attname for field in IdempotencyKey._meta.concrete_fields} - {"seed", "claim_token", "user_id"}
+    columns = {field.attname for field in IdempotencyKey._meta.concrete_fields} - {
+        "seed",
+        "claim_token",
+        "user_id",
+    }
     assert columns <= read.keys()
-    assert (read["state"], read["request_body"], read["history"][0]["event"]) == ("stuck", '{"card": 1.0}', "claimed")
+    assert (read["state"], read["request_body"], read["history"][0]["event"]) == (
+        "stuck",
+        '{"card": 1.0}',
+        "claimed",
+    )
     assert read["linked"][0]["name"] == StagedJob.objects.get().job_name
     assert staff.get(f"{KEYS}987654/json/").status_code == 404
 
 
 @pytest.mark.parametrize("body", [None, b"", b"\xff", b"[" * 5000])
 def test_any_key_can_be_had_as_json(staff: Client, body: bytes | None) -> None:
-    key = IdempotencyKeyFactory(finished=True, request_body=body, response_body=body, response_headers=None)
-    assert staff.get(f"{KEYS}{key.pk}/json/").json()["request_body_bytes"] == (None if body is None else len(body))
+    key = IdempotencyKeyFactory(
+        finished=True, request_body=body, response_body=body, response_headers=None
+    )
+    assert staff.get(f"{KEYS}{key.pk}/json/").json()["request_body_bytes"] == (
+        None if body is None else len(body)
+    )
 
 
 def command_of(staff: Client, key: IdempotencyKey) -> str:
@@ -392,13 +479,20 @@ def command_of(staff: Client, key: IdempotencyKey) -> str:
 
 
 def curl_of(staff: Client, key: IdempotencyKey) -> tuple[list[str], str]:
-    """Return the words of the curl command on the page, as a shell reads them, and the command with its comments."""
+    """Return the words of the curl command on the page, as a shell reads them, and the command with
+    its comments."""
     command = command_of(staff, key)
     return shlex.split(command.replace("\\\n", " "), comments=True), command
 
 
 def test_the_request_can_be_had_as_a_curl_command(staff: Client, settings: Settings) -> None:
-    headers = {"Host": "shop.example", "scheme": "https", "script_name": "/api", "Accept": "a/b; c='d'", "no_user": "true"}
+    headers = {
+        "Host": "shop.example",
+        "scheme": "https",
+        "script_name": "/api",
+        "Accept": "a/b; c='d'",
+        "no_user": "true",
+    }
     key = IdempotencyKeyFactory(
         idempotency_key='it\'s "one"',
         request_headers=headers,
@@ -418,9 +512,16 @@ def test_the_request_can_be_had_as_a_curl_command(staff: Client, settings: Setti
 
 @pytest.mark.parametrize(
     ("changes", "sent"),
-    [({"request_body": None}, False), ({"request_body": b"\xff"}, False), ({"request_body": b"a" * 50_000}, False), ({}, True)],
+    [
+        ({"request_body": None}, False),
+        ({"request_body": b"\xff"}, False),
+        ({"request_body": b"a" * 50_000}, False),
+        ({}, True),
+    ],
 )
-def test_the_curl_command_says_what_it_leaves_out(staff: Client, changes: dict[str, Any], sent: bool) -> None:
+def test_the_curl_command_says_what_it_leaves_out(
+    staff: Client, changes: dict[str, Any], sent: bool
+) -> None:
     words, text = curl_of(staff, IdempotencyKeyFactory(**changes))
     assert ("--data-raw" in words) == sent
     assert text.count("# Left out") == (1 if sent else 2)
@@ -460,22 +561,38 @@ def test_a_body_with_nul_is_left_out_of_the_curl_command(staff: Client) -> None:
     ("allowed", "host", "path", "url"),
     [
         (["*"], "evil.example", "/rides", "http://testserver/rides"),
-        (["testserver", "shop.example"], "shop.example:8443", "/rides", "https://shop.example:8443/rides"),
+        (
+            ["testserver", "shop.example"],
+            "shop.example:8443",
+            "/rides",
+            "https://shop.example:8443/rides",
+        ),
         (["testserver"], "", "/rides", "http://testserver/rides"),
         (["testserver"], "a b\x1b", "/rides", "http://testserver/rides"),
-        (["testserver", "shop.example"], "shop.example", "@evil.example/", "https://shop.example/@evil.example/"),
+        (
+            ["testserver", "shop.example"],
+            "shop.example",
+            "@evil.example/",
+            "https://shop.example/@evil.example/",
+        ),
     ],
 )
 def test_the_curl_command_goes_to_a_host_of_the_site(
     allowed: list[str], host: str, path: str, url: str, staff: Client, settings: Settings
 ) -> None:
     settings.ALLOWED_HOSTS = allowed
-    key = IdempotencyKeyFactory(request_headers={"Host": host, "scheme": "https"}, request_path=path)
+    key = IdempotencyKeyFactory(
+        request_headers={"Host": host, "scheme": "https"}, request_path=path
+    )
     assert url in curl_of(staff, key)[0]
 
 
-def test_the_request_of_a_plain_view_is_not_stored_so_no_curl_command_is_offered(staff: Client) -> None:
-    key = IdempotencyKeyFactory(finished=True, request_body=None, request_headers={}, request_content_type="")
+def test_the_request_of_a_plain_view_is_not_stored_so_no_curl_command_is_offered(
+    staff: Client,
+) -> None:
+    key = IdempotencyKeyFactory(
+        finished=True, request_body=None, request_headers={}, request_content_type=""
+    )
     shown = page(staff, key)
     assert "idem-curl" not in shown.text
     assert re.findall(r'data-copy="([\w-]+)"', shown.text) == ["idem-key", "idem-path"]

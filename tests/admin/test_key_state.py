@@ -59,7 +59,10 @@ def test_a_list_takes_one_query_more_however_many_rows_it_has() -> None:
         with CaptureQueriesContext(connection) as queries:
             client.get(RIDES)
         counts.append(len(queries))
-        assert len([query for query in queries if 'FROM "idempotency_idempotencykey"' in query["sql"]]) == 1
+        assert (
+            len([query for query in queries if 'FROM "idempotency_idempotencykey"' in query["sql"]])
+            == 1
+        )
     assert counts[0] == counts[1]
 
 

@@ -27,22 +27,35 @@ def staff(db: None) -> Client:
 
 
 def stuck(reason: str = "Look.", code: str = "view_gave_up", **changes: Any) -> IdempotencyKey:
-    state = {"stuck_at": timezone.now(), "stuck_code": code, "stuck_reason": reason, "claim_token": uuid4()}
+    state = {
+        "stuck_at": timezone.now(),
+        "stuck_code": code,
+        "stuck_reason": reason,
+        "claim_token": uuid4(),
+    }
     return IdempotencyKeyFactory(**state | changes)
 
 
-def test_stuck_keys_are_listed_with_the_oldest_first_and_others_with_the_youngest(staff: Client) -> None:
+def test_stuck_keys_are_listed_with_the_oldest_first_and_others_with_the_youngest(
+    staff: Client,
+) -> None:
     young, old = stuck(created_at=ago(hours=1)), stuck(created_at=ago(hours=9))
     assert listed(staff, {"state": "stuck"}) == pks(old, young)
     assert listed(staff, {"state": "unfinished"}) == listed(staff, {}) == pks(young, old)
-    column = {name: f"{number}" for number, name in enumerate(staff.get(KEYS).context["cl"].list_display)}["age"]
+    column = {
+        name: f"{number}" for number, name in enumerate(staff.get(KEYS).context["cl"].list_display)
+    }["age"]
     assert listed(staff, {"state": "stuck", "o": column}) == pks(young, old)
     assert listed(staff, {"o": f"-{column}"}) == pks(old, young)
-    assert re.findall(r'<th scope="col" class="sortable column-(\w+)', staff.get(KEYS).text) == ["age"]
+    assert re.findall(r'<th scope="col" class="sortable column-(\w+)', staff.get(KEYS).text) == [
+        "age"
+    ]
 
 
 def test_the_list_shows_and_filters_by_the_status_of_the_response(staff: Client) -> None:
-    made, gone, fault = (IdempotencyKeyFactory(finished=True, response_code=code) for code in (201, 410, 503))
+    made, gone, fault = (
+        IdempotencyKeyFactory(finished=True, response_code=code) for code in (201, 410, 503)
+    )
     IdempotencyKeyFactory()
     assert '<td class="field-status">410</td>' in staff.get(KEYS).text
     for status, key in {"2xx": made, "4xx": gone, "5xx": fault, "410": gone, "503": fault}.items():
@@ -62,35 +75,52 @@ def test_the_list_is_filtered_by_the_beginning_of_the_path(staff: Client) -> Non
     assert '<input type="hidden" name="state" value="stuck">' in page
 
 
-def test_a_filter_without_an_index_looks_at_the_newest_keys_only(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_without_an_index_looks_at_the_newest_keys_only(
+    staff: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(filters, "NEWEST", 2)
-    old, young = (IdempotencyKeyFactory(finished=True, created_at=ago(hours=hours)) for hours in (3, 2))
+    old, young = (
+        IdempotencyKeyFactory(finished=True, created_at=ago(hours=hours)) for hours in (3, 2)
+    )
     waiting = stuck(created_at=ago(hours=9))
     IdempotencyKeyFactory(created_at=ago(hours=1), request_path="/other")
     assert listed(staff, {"status": "2xx"}) == listed(staff, {"path": "/rides"}) == pks(young)
-    assert listed(staff, {"path": "/rides", "state": "stuck"}) == pks(waiting), "unfinished keys have an index"
+    assert listed(staff, {"path": "/rides", "state": "stuck"}) == pks(waiting), (
+        "unfinished keys have an index"
+    )
     assert listed(staff, {"state": "finished"}) == pks(young, old)
 
 
 def test_keys_are_filtered_by_the_group_of_their_error(staff: Client) -> None:
-    same = [stuck(f"Stripe lists no charge for ride {ride}.", created_at=ago(hours=ride)) for ride in (2, 1)]
+    same = [
+        stuck(f"Stripe lists no charge for ride {ride}.", created_at=ago(hours=ride))
+        for ride in (2, 1)
+    ]
     stuck("Stripe is down.", last_error="Stripe lists no charge for ride 4.")
-    failed = IdempotencyKeyFactory(last_error="Stripe lists no charge for ride 5.", created_at=ago(hours=3))
+    failed = IdempotencyKeyFactory(
+        last_error="Stripe lists no charge for ride 5.", created_at=ago(hours=3)
+    )
     IdempotencyKeyFactory(finished=True, last_error="Stripe lists no charge for ride 6.")
     group = "Stripe lists no charge for ride #."
     assert listed(staff, {"error_group": group, "state": "stuck"}) == pks(*same)
     assert listed(staff, {"error_group": group}) == pks(*reversed(same), failed)
     assert listed(staff, {"error_group": "Stripe lists no charge for ride 1."}) == []
-    links = re.findall(r'href="([^"]+error_group=[^"]+)" title', staff.get(KEYS, {"state": "stuck"}).text)
+    links = re.findall(
+        r'href="([^"]+error_group=[^"]+)" title', staff.get(KEYS, {"state": "stuck"}).text
+    )
     assert len(links) == 3
     linked = staff.get(links[0].replace("&amp;", "&")).context["cl"].result_list
     assert pks(*linked) == pks(*same)
 
 
-def test_acknowledged_keys_do_not_hide_a_group_of_stuck_ones(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acknowledged_keys_do_not_hide_a_group_of_stuck_ones(
+    staff: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(filters, "MAX_GROUPED", 2)
     for _ in range(3):
-        stuck("down", created_at=ago(hours=9), stuck_at=ago(hours=8), acknowledged_at=timezone.now())
+        stuck(
+            "down", created_at=ago(hours=9), stuck_at=ago(hours=8), acknowledged_at=timezone.now()
+        )
     key = stuck("down")
     assert listed(staff, {"error_group": "down", "state": "stuck"}) == pks(key)
 
@@ -102,22 +132,30 @@ def test_failed_jobs_are_filtered_by_the_group_of_their_error(staff: Client) -> 
     assert listed(staff, {"error_group": "OSError: no route to #.#.#.#"}, JOBS) == pks(job)
 
 
-@pytest.mark.parametrize("term", ["Order-77", "Order-7", "Orde", "jane", "jane@example.com", "JANE@example.com"])
+@pytest.mark.parametrize(
+    "term", ["Order-77", "Order-7", "Orde", "jane", "jane@example.com", "JANE@example.com"]
+)
 def test_a_key_is_found_by_what_a_person_has_at_hand(term: str, staff: Client) -> None:
     user = UserFactory(username="jane")
-    key = IdempotencyKeyFactory(finished=True, idempotency_key="Order-77", user=user, scope=f"user:{user.pk}")
+    key = IdempotencyKeyFactory(
+        finished=True, idempotency_key="Order-77", user=user, scope=f"user:{user.pk}"
+    )
     IdempotencyKeyFactory(finished=True, idempotency_key="order-8")
     assert listed(staff, {"q": term}) == pks(key)
 
 
-@pytest.mark.parametrize("term", ["Ord", "rder-77", "order-77", "jane@", "%", "@", "Orde%", "_rder"])
+@pytest.mark.parametrize(
+    "term", ["Ord", "rder-77", "order-77", "jane@", "%", "@", "Orde%", "_rder"]
+)
 def test_a_search_for_less_finds_nothing(term: str, staff: Client) -> None:
     user = UserFactory(username="jane")
     IdempotencyKeyFactory(idempotency_key="Order-77", user=user, scope=f"user:{user.pk}")
     assert listed(staff, {"q": term}) == []
 
 
-def test_the_beginning_of_a_key_finds_the_unfinished_and_the_newest(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_of_a_key_finds_the_unfinished_and_the_newest(
+    staff: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("idempotency.admin.search.NEWEST", 1)
     old = IdempotencyKeyFactory(finished=True, idempotency_key="order-1", created_at=ago(hours=9))
     waiting = IdempotencyKeyFactory(idempotency_key="order-2", created_at=ago(hours=8))
@@ -139,7 +177,9 @@ def test_a_key_is_found_by_what_the_pages_of_linked_rows_are_searched_by(staff: 
     RideFactory(idempotency_key=key, stripe_charge_id="ch_one")
     RideFactory(stripe_charge_id="ch_other")
     assert listed(staff, {"q": "ch_one"}) == pks(key)
-    assert listed(person("view_idempotencykey"), {"q": "ch_one"}) == [], "who may not see rides finds none by them"
+    assert listed(person("view_idempotencykey"), {"q": "ch_one"}) == [], (
+        "who may not see rides finds none by them"
+    )
     assert listed(person("view_idempotencykey", "view_ride"), {"q": "ch_one"}) == pks(key)
 
 
@@ -177,7 +217,9 @@ def test_the_file_has_what_is_listed_and_no_body(staff: Client) -> None:
     assert "secret-body" not in staff.get(f"{KEYS}csv/").content.decode()
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\uff1d1", " =1", '"=1'])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\uff1d1", " =1", '"=1']
+)
 def test_no_cell_of_the_file_is_a_formula(text: str, staff: Client) -> None:
     stuck(text, idempotency_key=text, scope=text, request_path=text, last_error=text)
     row = table(staff, {})[0]
@@ -186,11 +228,15 @@ def test_no_cell_of_the_file_is_a_formula(text: str, staff: Client) -> None:
 
 
 @pytest.mark.parametrize("separator", [";", ";;", "; ", ';"', "|", "\t", "\n", ","])
-def test_no_part_of_a_cell_is_a_formula_for_a_program_with_another_separator(separator: str, staff: Client) -> None:
+def test_no_part_of_a_cell_is_a_formula_for_a_program_with_another_separator(
+    separator: str, staff: Client
+) -> None:
     """A spreadsheet in a language with a decimal comma separates cells by semicolons."""
     stuck(f"one{separator}=1+1", request_path="/rides?a;=2;b=-1")
     row = table(staff, {})[0]
-    assert not any(part.strip(' "').startswith("=") for part in re.split(r"[;,|\t\n]", row["stuck_reason"]))
+    assert not any(
+        part.strip(' "').startswith("=") for part in re.split(r"[;,|\t\n]", row["stuck_reason"])
+    )
     assert row["request_path"] == "/rides?a;'=2;b=-1"
 
 
@@ -198,9 +244,15 @@ def test_long_texts_are_cut_in_lists_and_files(staff: Client) -> None:
     path = f"/rides?{'a' * 7_700}"
     key = stuck("b" * 1_500, request_path=path)
     row = table(staff, {})[0]
-    assert (len(row["request_path"]), len(row["stuck_reason"])) == (export.MAX_CHARACTERS, export.MAX_CHARACTERS)
+    assert (len(row["request_path"]), len(row["stuck_reason"])) == (
+        export.MAX_CHARACTERS,
+        export.MAX_CHARACTERS,
+    )
     assert (row["request_path"][:50], row["request_path"][-1]) == (path[:50], "…")
-    assert all("a" * 300 not in staff.get(f"{KEYS}{page}").text for page in ("", "dashboard/", "bulk/hand_back/"))
+    assert all(
+        "a" * 300 not in staff.get(f"{KEYS}{page}").text
+        for page in ("", "dashboard/", "bulk/hand_back/")
+    )
     assert path in staff.get(f"{KEYS}{key.pk}/change/").text
 
 
@@ -219,7 +271,11 @@ def test_the_file_needs_the_permission_to_view(db: None) -> None:
     assert person("view_idempotencykey").get(f"{KEYS}csv/").status_code == 200
 
 
-@pytest.mark.parametrize("query", [{"p": "\0"}, {"state": "x"}, {"path": "\0"}, {"seed__gte": "1"}, {"q": "\0"}])
-def test_no_query_of_a_file_or_an_action_is_an_error_of_the_server(query: dict[str, str], staff: Client) -> None:
+@pytest.mark.parametrize(
+    "query", [{"p": "\0"}, {"state": "x"}, {"path": "\0"}, {"seed__gte": "1"}, {"q": "\0"}]
+)
+def test_no_query_of_a_file_or_an_action_is_an_error_of_the_server(
+    query: dict[str, str], staff: Client
+) -> None:
     for page in ("csv/", "bulk/hand_back/"):
         assert staff.get(f"{KEYS}{page}", query).status_code in (200, 302, 400)

@@ -1,4 +1,5 @@
-"""The lists of messages, calls and jobs: what they are searched and filtered by, and the actions of one job."""
+"""The lists of messages, calls and jobs: what they are searched and filtered by, and the actions of
+one job."""
 
 import re
 from html import unescape
@@ -29,12 +30,19 @@ def message(source: str, message_id: str, **changes: Any) -> ProcessedMessage:
 
 
 def call(name: str, **changes: Any) -> DownstreamCall:
-    return DownstreamCall.objects.create(**{"key": IdempotencyKeyFactory(), "name": name, "token": uuid4()} | changes)
+    return DownstreamCall.objects.create(
+        **{"key": IdempotencyKeyFactory(), "name": name, "token": uuid4()} | changes
+    )
 
 
-def test_messages_are_searched_by_their_whole_id_and_filtered_by_source_and_age(staff: Client) -> None:
+def test_messages_are_searched_by_their_whole_id_and_filtered_by_source_and_age(
+    staff: Client,
+) -> None:
     old = message("stripe", "evt_1", processed_at=ago(hours=2))
-    same, other = message("mail", "evt_1", processed_at=ago(minutes=10)), message("stripe", "evt_12")
+    same, other = (
+        message("mail", "evt_1", processed_at=ago(minutes=10)),
+        message("stripe", "evt_12"),
+    )
     assert listed(staff, {}, MESSAGES) == pks(other, same, old)
     assert listed(staff, {"q": "evt_1"}, MESSAGES) == pks(same, old)
     assert listed(staff, {"q": str(other.pk)}, MESSAGES) == pks(other)
@@ -47,8 +55,13 @@ def test_messages_are_searched_by_their_whole_id_and_filtered_by_source_and_age(
 def test_calls_are_searched_by_their_key_and_their_name(staff: Client) -> None:
     first, second = call("sms"), call("mail")
     assert listed(staff, {"q": str(first.key_id)}, CALLS) == pks(first)
-    assert listed(staff, {"q": "mail"}, CALLS) == listed(staff, {"name": "mail"}, CALLS) == pks(second)
-    assert f'<a href="/admin/idempotency/idempotencykey/{first.key_id}/change/">' in staff.get(CALLS).text
+    assert (
+        listed(staff, {"q": "mail"}, CALLS) == listed(staff, {"name": "mail"}, CALLS) == pks(second)
+    )
+    assert (
+        f'<a href="/admin/idempotency/idempotencykey/{first.key_id}/change/">'
+        in staff.get(CALLS).text
+    )
 
 
 def test_calls_in_doubt_are_those_of_unfinished_keys(staff: Client) -> None:
@@ -65,7 +78,9 @@ def test_any_term_can_be_searched_for(page: str, term: str, staff: Client) -> No
     assert staff.get(page, {"source": term, "name": term}, follow=True).status_code in (200, 400)
 
 
-def test_a_filter_without_an_index_looks_at_the_newest_rows(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_without_an_index_looks_at_the_newest_rows(
+    staff: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(message_list, "NEWEST", 1)
     message("stripe", "evt_1", processed_at=ago(hours=2))
     young = message("stripe", "evt_2")
@@ -85,10 +100,17 @@ def test_a_job_is_found_by_its_id_and_by_its_key(staff: Client) -> None:
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(("action", "left"), [("retry", 1), ("discard", 0)])
 def test_the_page_of_a_failed_job_leads_to_its_actions(action: str, left: int) -> None:
-    job = StagedJobFactory(failed_at=timezone.now(), job_args={"ride": 7}, last_error="OSError: down")
+    job = StagedJobFactory(
+        failed_at=timezone.now(), job_args={"ride": 7}, last_error="OSError: down"
+    )
     waiting = StagedJobFactory()
     client = person("view_stagedjob", f"{action}_stagedjob")
-    links = [unescape(url) for url in re.findall(r'href="([^"]+/bulk/[^"]+)"', client.get(f"{JOBS}{job.pk}/change/").text)]
+    links = [
+        unescape(url)
+        for url in re.findall(
+            r'href="([^"]+/bulk/[^"]+)"', client.get(f"{JOBS}{job.pk}/change/").text
+        )
+    ]
     assert len(links) == 1
     assert "/bulk/" not in client.get(f"{JOBS}{waiting.pk}/change/").text
     question = client.get(links[0])

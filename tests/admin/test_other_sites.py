@@ -1,4 +1,5 @@
-"""Sites of a project: with some of the pages, and with admins that show a person some of the rows."""
+"""Sites of a project: with some of the pages, and with admins that show a person some of the
+rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +25,17 @@ from tests.kit.admin import listed, person, pks
 
 pytestmark = pytest.mark.django_db
 
-KEYS, JOBS, CALLS = (f"/ops/idempotency/{name}/" for name in ("idempotencykey", "stagedjob", "downstreamcall"))
+KEYS, JOBS, CALLS = (
+    f"/ops/idempotency/{name}/" for name in ("idempotencykey", "stagedjob", "downstreamcall")
+)
 
 Serve = Callable[..., None]
 
 
 @pytest.fixture
 def serve(settings: Settings) -> Serve:
-    """Return a function that serves a site of its own at /ops/, with these models and their admins."""
+    """Return a function that serves a site of its own at /ops/, with these models and their
+    admins."""
 
     def put(pages: dict[type[Model], Any]) -> None:
         site = AdminSite("ops")
@@ -65,7 +69,11 @@ def test_a_site_with_the_keys_alone_has_a_dashboard(serve: Serve) -> None:
     StagedJobFactory(failed_at=timezone.now(), idempotency_key=key)
     client = person()
     shown = client.get(f"{KEYS}dashboard/")
-    assert (shown.status_code, shown.context["unfinished"], shown.context.get("may_see_jobs")) == (200, 1, None)
+    assert (shown.status_code, shown.context["unfinished"], shown.context.get("may_see_jobs")) == (
+        200,
+        1,
+        None,
+    )
     assert {finding.code for finding, _ in shown.context["findings"]} == {"stuck_keys"}
     for page in ("/ops/", "/ops/idempotency/", KEYS, f"{KEYS}{key.pk}/change/"):
         assert client.get(page).status_code == 200
@@ -93,7 +101,9 @@ def test_the_dashboard_counts_what_the_lists_show(serve: Serve) -> None:
     )
     for whose in ("ours", "theirs"):
         stuck(request_path=f"/{whose}/rides", stuck_reason=f"Nothing works in {whose}.")
-        StagedJobFactory(failed_at=timezone.now(), queue=whose, last_error=f"Nothing works in {whose}.")
+        StagedJobFactory(
+            failed_at=timezone.now(), queue=whose, last_error=f"Nothing works in {whose}."
+        )
     client = person()
     shown = client.get(f"{KEYS}dashboard/")
     assert (shown.context["unfinished"], len(client.get(KEYS).context["cl"].result_list)) == (1, 1)
@@ -103,21 +113,43 @@ def test_the_dashboard_counts_what_the_lists_show(serve: Serve) -> None:
 
 
 def test_an_answer_is_not_filled_in_from_a_key_that_the_person_may_not_see(serve: Serve) -> None:
-    theirs = {"finished": True, "response_headers": {"Content-Type": "application/json"}, "response_body": b'{"theirs": 1}'}
+    theirs = {
+        "finished": True,
+        "response_headers": {"Content-Type": "application/json"},
+        "response_body": b'{"theirs": 1}',
+    }
     serve({IdempotencyKey: showing(IdempotencyKeyAdmin, scope="ours")})
     IdempotencyKeyFactory(scope="theirs", request_path="/rides", **theirs)
     key = stuck(scope="ours", request_path="/rides", claim_token=uuid4())
-    asked = person().get(f"{KEYS}{key.pk}/press/answer/", looked_at(key, "default") | {"template": "1"})
+    asked = person().get(
+        f"{KEYS}{key.pk}/press/answer/", looked_at(key, "default") | {"template": "1"}
+    )
     assert (asked.status_code, asked.context["template"]) == (200, None)
 
 
-def test_rows_jobs_and_calls_that_the_person_may_not_see_are_not_on_the_page_of_the_key(serve: Serve) -> None:
-    pages = {StagedJob: showing(StagedJobAdmin, queue="ours"), DownstreamCall: showing(DownstreamCallAdmin, name="ours")}
-    serve({IdempotencyKey: IdempotencyKeyAdmin, **pages, Ride: showing(RideAdmin, stripe_charge_id="ours")})
+def test_rows_jobs_and_calls_that_the_person_may_not_see_are_not_on_the_page_of_the_key(
+    serve: Serve,
+) -> None:
+    pages = {
+        StagedJob: showing(StagedJobAdmin, queue="ours"),
+        DownstreamCall: showing(DownstreamCallAdmin, name="ours"),
+    }
+    serve(
+        {
+            IdempotencyKey: IdempotencyKeyAdmin,
+            **pages,
+            Ride: showing(RideAdmin, stripe_charge_id="ours"),
+        }
+    )
     key = stuck()
     ride = RideFactory(idempotency_key=key, stripe_charge_id="theirs")
     for whose in ("ours", "theirs"):
-        StagedJobFactory(idempotency_key=key, queue=whose, failed_at=timezone.now(), last_error=f"refused for {whose}")
+        StagedJobFactory(
+            idempotency_key=key,
+            queue=whose,
+            failed_at=timezone.now(),
+            last_error=f"refused for {whose}",
+        )
         DownstreamCall.objects.create(key=key, name=whose, token=uuid4())
     shown = person().get(f"{KEYS}{key.pk}/change/").text
     assert "refused for ours" in shown
@@ -126,7 +158,12 @@ def test_rows_jobs_and_calls_that_the_person_may_not_see_are_not_on_the_page_of_
 
 
 def test_a_search_by_a_linked_row_reads_the_rows_that_the_person_may_see(serve: Serve) -> None:
-    serve({IdempotencyKey: IdempotencyKeyAdmin, Ride: showing(RideAdmin, stripe_charge_id__startswith="ours")})
+    serve(
+        {
+            IdempotencyKey: IdempotencyKeyAdmin,
+            Ride: showing(RideAdmin, stripe_charge_id__startswith="ours"),
+        }
+    )
     keys = {whose: IdempotencyKeyFactory() for whose in ("ours", "theirs")}
     for whose, key in keys.items():
         RideFactory(idempotency_key=key, stripe_charge_id=f"{whose}_ch")

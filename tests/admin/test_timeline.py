@@ -13,7 +13,9 @@ AXIS = ("begin", "end")
 
 
 def drawn(*rows: Lane, now: float | None = None) -> ElementTree.Element:
-    return ElementTree.fromstring(draw(rows, now=now, axis=AXIS, summary="Timeline", described_by="history"))
+    return ElementTree.fromstring(
+        draw(rows, now=now, axis=AXIS, summary="Timeline", described_by="history")
+    )
 
 
 def texts(svg: ElementTree.Element) -> dict[str, str]:
@@ -38,7 +40,9 @@ def test_a_long_gap_is_compressed_and_says_how_long_it_is() -> None:
     assert "5 min" in texts(svg)
     assert len([path for path in svg.iter("path") if path.get("class") == "idem-break"]) == 1
     assert not [
-        path for path in drawn(Lane("a", (Stretch(0, 1), Stretch(1.5, 2)))).iter("path") if path.get("class") == "idem-break"
+        path
+        for path in drawn(Lane("a", (Stretch(0, 1), Stretch(1.5, 2)))).iter("path")
+        if path.get("class") == "idem-break"
     ]
 
 
@@ -48,7 +52,10 @@ def test_what_runs_long_is_never_compressed() -> None:
 
 @pytest.mark.parametrize("runs", [1, 2, 25, 50])
 def test_all_places_are_in_order_and_on_the_page(runs: int) -> None:
-    bars = [Stretch(begin, begin + 0.01 * number) for number, begin in enumerate((2**count for count in range(runs)), 1)]
+    bars = [
+        Stretch(begin, begin + 0.01 * number)
+        for number, begin in enumerate((2**count for count in range(runs)), 1)
+    ]
     scale = Scale([time for bar in bars for time in (bar.begin, bar.end)], bars)
     places = [scale.place(time) for bar in bars for time in (bar.begin, bar.end)]
     assert all(before < after for before, after in pairwise(places))
@@ -66,7 +73,13 @@ def test_events_that_nearly_coincide_are_drawn_apart() -> None:
 def test_labels_do_not_touch_and_those_for_a_wide_page_are_marked() -> None:
     near, further = Mark(0.1, "call", "charge"), Mark(1.5, "call", "refund")
     labels = texts(
-        drawn(Lane("a", (Stretch(0, 10),), (Mark(0, "point", "ride_created"), near, further, Mark(10, "error", "error"))))
+        drawn(
+            Lane(
+                "a",
+                (Stretch(0, 10),),
+                (Mark(0, "point", "ride_created"), near, further, Mark(10, "error", "error")),
+            )
+        )
     )
     assert (labels["ride_created"], labels["error"]) == ("idem-label", "idem-label")
     assert labels["refund"] == "idem-label idem-roomy"
@@ -80,13 +93,19 @@ def test_kinds_differ_in_shape() -> None:
 
 def test_what_others_wrote_is_text() -> None:
     svg = draw(
-        [Lane("<b>", (Stretch(0, 1),), (Mark(1, "error", "<script>"),))], now=None, axis=AXIS, summary="<i>", described_by="x"
+        [Lane("<b>", (Stretch(0, 1),), (Mark(1, "error", "<script>"),))],
+        now=None,
+        axis=AXIS,
+        summary="<i>",
+        described_by="x",
     )
     assert not re.search("<(b|script|i)>", svg)
 
 
 def test_nothing_is_drawn_of_a_single_moment() -> None:
-    assert draw([Lane("a", (Stretch(0, 0),))], now=None, axis=AXIS, summary="", described_by="") == ""
+    assert (
+        draw([Lane("a", (Stretch(0, 0),))], now=None, axis=AXIS, summary="", described_by="") == ""
+    )
     assert draw([], now=None, axis=AXIS, summary="", described_by="") == ""
     assert draw([], now=3, axis=AXIS, summary="", described_by="") == ""
 

@@ -22,7 +22,9 @@ ARGUMENTS = (
     "--disable-sync",
 )
 AXE = "axe-core@4.14.1"
-AXE_SHA512 = "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+AXE_SHA512 = (
+    "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+)
 
 
 def chromium() -> str:
@@ -31,17 +33,30 @@ def chromium() -> str:
 
 
 def axe_script(folder: Path) -> str:
-    """Return the script of axe-core, fetched into ``folder`` when it is not there, and checked each time. Raises NotToBeHad."""
+    """Return the script of axe-core, fetched into ``folder`` when it is not there, and checked each
+    time. Raises NotToBeHad."""
     tarball = folder / f"{AXE.replace('@', '-')}.tgz"
     if not tarball.exists():
         if not shutil.which("npm"):
             raise debian.NotToBeHad("There is no npm to fetch axe-core with: apt-get install npm.")
         folder.mkdir(parents=True, exist_ok=True)
-        pack = ["npm", "pack", AXE, "--loglevel", "error", "--fetch-retries", "1", "--pack-destination", str(folder)]
+        pack = [
+            "npm",
+            "pack",
+            AXE,
+            "--loglevel",
+            "error",
+            "--fetch-retries",
+            "1",
+            "--pack-destination",
+            str(folder),
+        ]
         debian.run(pack, f"npm could not fetch {AXE}")
     content = tarball.read_bytes()
     digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
-    assert digest == AXE_SHA512, f"{tarball} is not the {AXE} that was pinned. Remove it, and see who changed it."
+    assert digest == AXE_SHA512, (
+        f"{tarball} is not the {AXE} that was pinned. Remove it, and see who changed it."
+    )
     with tarfile.open(fileobj=io.BytesIO(content)) as package:
         script = package.extractfile("package/axe.min.js")
         assert script is not None

@@ -1,4 +1,5 @@
-"""One browser and one service for all tests of pages; a window of its own, and all in order, for each."""
+"""One browser and one service for all tests of pages; a window of its own, and all in order, for
+each."""
 
 import os
 import shutil
@@ -17,12 +18,14 @@ from tests.kit import debian
 from tests.murphy.service import Service
 
 SCREENSHOTS = settings.BASE_DIR / ".run" / "screenshots"
-#: What a page has to show, it shows within; a busy machine is slow to hand the receipt to its worker.
+#: What a page has to show, it shows within; a busy machine is slow to hand the receipt to its
+#: worker.
 TIMEOUT_SECONDS = 60
 VISITED = pytest.StashKey[bool]()
 
 
-# Not for the whole session: Playwright's event loop runs in this thread, where Django refuses the database meanwhile.
+# Not for the whole session: Playwright's event loop runs in this thread, where Django refuses the
+# database meanwhile.
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """Start Chromium; skip, saying why, where none can be had."""
@@ -57,8 +60,11 @@ def service(processes: Service) -> Service:
 
 
 @pytest.fixture
-def visit(pytestconfig: pytest.Config, browser: Browser, service: Service) -> Iterator[Callable[..., Visitor]]:
-    """Return a function that opens a window, light and as wide as a desk has it unless told otherwise."""
+def visit(
+    pytestconfig: pytest.Config, browser: Browser, service: Service
+) -> Iterator[Callable[..., Visitor]]:
+    """Return a function that opens a window, light and as wide as a desk has it unless told
+    otherwise."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     pytestconfig.stash[VISITED] = True
     contexts: list[BrowserContext] = []
@@ -88,7 +94,9 @@ def axe_script() -> str:
         pytest.skip(str(reason))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Say where the pictures of this run are."""
     if VISITED in config.stash:
         terminalreporter.write_line(f"screenshots of the pages: {SCREENSHOTS}")

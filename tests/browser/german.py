@@ -1,4 +1,5 @@
-"""The demo in German, as a deployment with another ``LANGUAGE_CODE``: ``service.serve("tests.browser.german")``."""
+"""The demo in German, as a deployment with another ``LANGUAGE_CODE``:
+``service.serve("tests.browser.german")``."""
 
 from rides_demo import settings
 

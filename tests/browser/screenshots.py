@@ -1,7 +1,9 @@
 """Pictures of the pages for the docs: each page at two widths, light and dark.
 
-``make screenshots`` writes all of them to ``.run/screenshots``, and those that the docs show to ``docs/images``.
+``make screenshots`` writes all of them to ``.run/screenshots``, and those that the docs show to
+``docs/images``.
 """
+
 # ruff: noqa: T201 - it prints where the pictures are
 
 import os
@@ -72,21 +74,30 @@ def main() -> int:
         environment |= {"LOCK_TIMEOUT_SECONDS": "5"}
         with Service(Path(folder), environment) as service:
             service.begin()
-            browser = playwright.chromium.launch(executable_path=chromium.chromium(), args=chromium.ARGUMENTS)
+            browser = playwright.chromium.launch(
+                executable_path=chromium.chromium(), args=chromium.ARGUMENTS
+            )
             first = Visitor(browser.new_context(), service.url, ALL, "first")
             first.sign_in()
             first.book.click()
             first.expect_counts(rides=1, charges=1, receipts=1)
             service.strike_stripe({"fault": "500_begun"})
             headers = {"Authorization": "Bearer demo-jane", "Idempotency-Key": "screenshot"}
-            while httpx.post(f"{service.url}/rides", json=RIDE, headers=headers, timeout=60).status_code != 409:
+            while (
+                httpx.post(
+                    f"{service.url}/rides", json=RIDE, headers=headers, timeout=60
+                ).status_code
+                != 409
+            ):
                 pass  # The last answer says that the key is stuck.
             service.strike_stripe()
             for statement in TROUBLE:
                 service.rows(f"{statement} RETURNING 1")
             for scheme in ("light", "dark"):
                 for width in (1280, 400):
-                    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+                    context = browser.new_context(
+                        color_scheme=scheme, viewport={"width": width, "height": 900}
+                    )
                     shoot(service, Visitor(context, service.url, ALL, f"{scheme}-{width}"))
                     context.close()
             browser.close()
@@ -95,9 +106,14 @@ def main() -> int:
 
 
 def shoot(service: Service, visitor: Visitor) -> None:
-    """Take the picture of each page in one window. Raises AssertionError for a page that is wider than the window."""
-    (key,) = service.rows("SELECT id FROM idempotency_idempotencykey WHERE idempotency_key = 'screenshot'")
-    (job,) = service.rows("SELECT id FROM idempotency_stagedjob WHERE failed_at IS NOT NULL LIMIT 1")
+    """Take the picture of each page in one window. Raises AssertionError for a page that is wider
+    than the window."""
+    (key,) = service.rows(
+        "SELECT id FROM idempotency_idempotencykey WHERE idempotency_key = 'screenshot'"
+    )
+    (job,) = service.rows(
+        "SELECT id FROM idempotency_stagedjob WHERE failed_at IS NOT NULL LIMIT 1"
+    )
     visitor.sign_in()
     pages = {
         "demo": "/",

@@ -1,4 +1,5 @@
-"""The admin, as the person on call has it: a stuck key is found, explained, and moved on; who may only look sees no buttons."""
+"""The admin, as the person on call has it: a stuck key is found, explained, and moved on; who may
+only look sees no buttons."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,12 +35,16 @@ _ADD_STUCK = """
         'user:1', %s, 1, 0, 'POST', '/rides', '{}', '', '', 'v1:0', '', 'started', 90, now(), 'view_gave_up', 'Look.', '', '[]'
     ) RETURNING id
 """
-#: Let a run hold the key whose charge failed: the page shows it as in flight, for as long as the lock lasts.
+#: Let a run hold the key whose charge failed: the page shows it as in flight, for as long as the
+#: lock lasts.
 _HOLD = """
     UPDATE idempotency_idempotencykey SET locked_until = now() + interval '90 s'
     WHERE id = (SELECT max(id) FROM idempotency_idempotencykey WHERE finished_at IS NULL AND stuck_at IS NULL) RETURNING id
 """
-_ANSWERED = "SELECT id, response_code FROM idempotency_idempotencykey WHERE response_code IS NOT NULL ORDER BY id"
+_ANSWERED = (
+    "SELECT id, response_code FROM idempotency_idempotencykey WHERE response_code IS NOT NULL ORDER"
+    " BY id"
+)
 _ADD_VIEWER = """
     WITH viewer AS (
         INSERT INTO users (username, email, password, is_staff, is_active, is_superuser, first_name, last_name, date_joined)
@@ -63,16 +68,28 @@ def stuck(service: Service) -> dict[str, Any]:
 
 
 def charge_by_hand(service: Service, stuck: dict[str, Any]) -> None:
-    """Do at Stripe what the stuck key says that a person must: settle whether the ride is charged."""
+    """Do at Stripe what the stuck key says that a person must: settle whether the ride is
+    charged."""
     service.strike_stripe()
-    charge = {"amount": 2000, "currency": "usd", "customer": stuck["customer"], "metadata[ride_id]": stuck["ride"]}
+    charge = {
+        "amount": 2000,
+        "currency": "usd",
+        "customer": stuck["customer"],
+        "metadata[ride_id]": stuck["ride"],
+    }
     url = f"{service.environment['STRIPE_API_BASE']}/v1/charges"
     httpx.post(
-        url, data=charge, headers={"Authorization": "Bearer sk_test_by_hand"}, timeout=60, trust_env=False
+        url,
+        data=charge,
+        headers={"Authorization": "Bearer sk_test_by_hand"},
+        timeout=60,
+        trust_env=False,
     ).raise_for_status()
 
 
-def test_a_stuck_key_is_found_explained_and_completed(service: Service, stuck: dict[str, Any], visitor: Visitor) -> None:
+def test_a_stuck_key_is_found_explained_and_completed(
+    service: Service, stuck: dict[str, Any], visitor: Visitor
+) -> None:
     page = visitor.page
     visitor.sign_in_to_admin(KEYS)
     page.get_by_role("link", name="stuck", exact=True).click()
@@ -127,7 +144,9 @@ def test_a_rider_who_was_kept_waiting_hears_of_it(service: Service, visitor: Vis
     visitor.stripe("Fails permanently")
     visitor.book.click()
     visitor.expect_status("This booking is stuck and needs manual review.")
-    expect(visitor.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "stuck")
+    expect(visitor.page.locator("#steps [data-point=charge_created]")).to_have_attribute(
+        "data-state", "stuck"
+    )
     visitor.shoot("page-stuck")
     with visitor.page.expect_popup() as opened:
         visitor.page.get_by_role("link", name="Open this key in the admin").click()
@@ -155,9 +174,13 @@ def test_who_may_only_look_sees_the_key_and_no_buttons(
 
     visitor.sign_in_to_admin(f"{KEYS}{stuck['id']}/change/", "viewer", "viewer")
 
-    expect(visitor.page.locator("#content")).to_contain_text(f"lists no charge for ride {stuck['ride']}")
+    expect(visitor.page.locator("#content")).to_contain_text(
+        f"lists no charge for ride {stuck['ride']}"
+    )
     expect(visitor.page.locator("#content").locator("input[type=submit], .button")).to_have_count(0)
-    expect(visitor.page.locator(".idem-missing")).to_contain_text("idempotency.complete_idempotencykey")
+    expect(visitor.page.locator(".idem-missing")).to_contain_text(
+        "idempotency.complete_idempotencykey"
+    )
     visitor.shoot("admin-view-only")
     assert visitor.barriers(axe_script) == []
     visitor.go(KEYS)
@@ -165,7 +188,9 @@ def test_who_may_only_look_sees_the_key_and_no_buttons(
     expect(visitor.page.locator("select[name=action]")).to_have_count(0)
     assert visitor.barriers(axe_script) == []
     visitor.go(f"{KEYS}bulk/acknowledge/")
-    expect(visitor.page.locator("#content")).to_contain_text("idempotency.acknowledge_idempotencykey")
+    expect(visitor.page.locator("#content")).to_contain_text(
+        "idempotency.acknowledge_idempotencykey"
+    )
     visitor.shoot("admin-refused")
     assert visitor.barriers(axe_script) == []
 
@@ -184,11 +209,15 @@ def test_the_dashboard_renders_without_errors_and_keeps_nobody_out(
     assert visitor.elsewhere == []
 
 
-def test_the_dashboard_follows_what_happens_until_it_is_paused(service: Service, visitor: Visitor) -> None:
+def test_the_dashboard_follows_what_happens_until_it_is_paused(
+    service: Service, visitor: Visitor
+) -> None:
     visitor.page.clock.install()
     visitor.sign_in_to_admin(DASHBOARD)
     banner = visitor.page.locator(".idem-banner")
-    (before,) = service.rows("SELECT count(*) AS stuck FROM idempotency_idempotencykey WHERE stuck_at IS NOT NULL")
+    (before,) = service.rows(
+        "SELECT count(*) AS stuck FROM idempotency_idempotencykey WHERE stuck_at IS NOT NULL"
+    )
 
     def expect_stuck(added: int) -> None:
         expect(banner).to_contain_text(f"Keys that need manual review: {before['stuck'] + added},")
@@ -220,22 +249,36 @@ def test_a_dashboard_whose_person_is_signed_out_says_so(service: Service, visito
 
 @pytest.fixture
 def keys_of_each_kind(service: Service, stuck: dict[str, Any]) -> dict[str, int]:
-    """Make a key that is stuck, one in flight, a finished one, and one with a declined card; return their ids."""
+    """Make a key that is stuck, one in flight, a finished one, and one with a declined card; return
+    their ids."""
     service.strike_stripe({"fault": "down", "path": "/v1/charges", "count": 1})
-    for rider, status in ((Rider(service.url), 503), (Rider(service.url), 201), (Rider(service.url), 402)):
+    for rider, status in (
+        (Rider(service.url), 503),
+        (Rider(service.url), 201),
+        (Rider(service.url), 402),
+    ):
         if status == 402:
             rider.booking = replace(rider.booking, token="demo-joe")
         assert rider.post().status_code == status
         rider.close()
     (held,) = service.rows(_HOLD)
     answered = {row["response_code"]: row["id"] for row in service.rows(_ANSWERED)}
-    return {"stuck": stuck["id"], "in-flight": held["id"], "finished": answered[201], "declined": answered[402]}
+    return {
+        "stuck": stuck["id"],
+        "in-flight": held["id"],
+        "finished": answered[201],
+        "declined": answered[402],
+    }
 
 
 @in_both
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_of_each_kind_of_key_fits_and_keeps_nobody_out(
-    keys_of_each_kind: dict[str, int], visit: Callable[..., Visitor], axe_script: str, scheme: str, width: int
+    keys_of_each_kind: dict[str, int],
+    visit: Callable[..., Visitor],
+    axe_script: str,
+    scheme: str,
+    width: int,
 ) -> None:
     visitor = visit(scheme, width)
     visitor.sign_in_to_admin(DASHBOARD)
@@ -260,7 +303,11 @@ def german(service: Service) -> Iterator[None]:
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_pages_fit_in_german(
-    keys_of_each_kind: dict[str, int], german: None, visit: Callable[..., Visitor], axe_script: str, width: int
+    keys_of_each_kind: dict[str, int],
+    german: None,
+    visit: Callable[..., Visitor],
+    axe_script: str,
+    width: int,
 ) -> None:
     visitor = visit("light", width)
     page = visitor.page
@@ -270,7 +317,11 @@ def test_the_pages_fit_in_german(
     expect(page.get_by_role("button", name="Fortsetzen")).to_be_visible()
     expect(page.locator("#idem-live-note")).to_have_text("(angehalten)")
     paths = {kind: f"{KEYS}{pk}/change/" for kind, pk in keys_of_each_kind.items()}
-    lists = {"keys": f"{KEYS}?state=stuck", "jobs": JOBS, "question": f"{KEYS}bulk/hand_back/?state=stuck"}
+    lists = {
+        "keys": f"{KEYS}?state=stuck",
+        "jobs": JOBS,
+        "question": f"{KEYS}bulk/hand_back/?state=stuck",
+    }
     for name, path in {"dashboard": DASHBOARD, **paths, **lists}.items():
         visitor.go(path)
         expect(page.locator("#content h1, #content h2").first).to_be_visible()
@@ -284,7 +335,9 @@ def test_the_pages_fit_in_german(
     assert visitor.errors == []
 
 
-def test_the_keyboard_reaches_the_cure_within_ten_tabs(stuck: dict[str, Any], visitor: Visitor) -> None:
+def test_the_keyboard_reaches_the_cure_within_ten_tabs(
+    stuck: dict[str, Any], visitor: Visitor
+) -> None:
     visitor.sign_in_to_admin(DASHBOARD)
     expect(visitor.page.locator("svg").first).to_be_visible()
     visitor.go(f"{KEYS}{stuck['id']}/change/")
@@ -301,13 +354,18 @@ def test_the_key_is_copied_at_a_press(stuck: dict[str, Any], visitor: Visitor) -
     assert visitor.page.evaluate("navigator.clipboard.readText()") == stuck["idempotency_key"]
 
 
-def test_the_page_of_a_key_follows_what_happens(service: Service, stuck: dict[str, Any], visitor: Visitor) -> None:
+def test_the_page_of_a_key_follows_what_happens(
+    service: Service, stuck: dict[str, Any], visitor: Visitor
+) -> None:
     visitor.page.clock.install()
     visitor.sign_in_to_admin(f"{KEYS}{stuck['id']}/change/")
     heading = visitor.page.locator("#idem-state")
     expect(heading).to_contain_text("Stuck")
 
-    service.rows("UPDATE idempotency_idempotencykey SET acknowledged_at = now() WHERE id = %s RETURNING id", (stuck["id"],))
+    service.rows(
+        "UPDATE idempotency_idempotencykey SET acknowledged_at = now() WHERE id = %s RETURNING id",
+        (stuck["id"],),
+    )
     visitor.page.clock.fast_forward(6_000)
 
     expect(heading).to_contain_text("Acknowledged")

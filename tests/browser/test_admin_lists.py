@@ -1,4 +1,5 @@
-"""The lists of the admin on a night with many stuck keys: act on all that match, with and without scripts."""
+"""The lists of the admin on a night with many stuck keys: act on all that match, with and without
+scripts."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -39,7 +40,12 @@ def night(service: Service) -> Iterator[Callable[[int], object]]:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
 def test_two_thousand_keys_are_acknowledged(
-    service: Service, night: Callable[[int], object], visit: Callable[..., Visitor], axe_script: str, scheme: str, width: int
+    service: Service,
+    night: Callable[[int], object],
+    visit: Callable[..., Visitor],
+    axe_script: str,
+    scheme: str,
+    width: int,
 ) -> None:
     night(2_000)
     visitor = visit(scheme, width)
@@ -88,10 +94,14 @@ _FAILED_JOBS = """
         'OSError: mail server ' || n || ' is down', now() - n * interval '1 minute'
     FROM generate_series(1, %s) AS n RETURNING id
 """
-_RETRIED = "DELETE FROM idempotency_stagedjob WHERE queue = 'nobody' AND failed_at IS NULL RETURNING id"
+_RETRIED = (
+    "DELETE FROM idempotency_stagedjob WHERE queue = 'nobody' AND failed_at IS NULL RETURNING id"
+)
 
 
-def test_a_group_of_failed_jobs_is_retried_from_the_dashboard(service: Service, visitor: Visitor) -> None:
+def test_a_group_of_failed_jobs_is_retried_from_the_dashboard(
+    service: Service, visitor: Visitor
+) -> None:
     service.processes["enqueuer"].kill()  # It would hand the jobs over.
     service.rows(_FAILED_JOBS, (30,))
     page = visitor.page
@@ -113,10 +123,15 @@ def test_the_oldest_key_of_a_group_is_found_and_answered(
     night(30)
     page = visitor.page
     visitor.sign_in_to_admin(f"{KEYS}dashboard/")
-    group = page.get_by_role("row").filter(has_text="view_gave_up").filter(has_text="Stripe lists no charge")
+    group = (
+        page.get_by_role("row")
+        .filter(has_text="view_gave_up")
+        .filter(has_text="Stripe lists no charge")
+    )
     group.locator(".idem-number a").click()
     page.locator("#result_list tbody th a").first.click()
-    expect(page.locator("#content")).to_contain_text("Stripe lists no charge for ride 29.")  # Of ride 30 the call is in doubt.
+    # Of ride 30 the call is in doubt.
+    expect(page.locator("#content")).to_contain_text("Stripe lists no charge for ride 29.")
 
     page.get_by_role("link", name="Answer").click()
     page.get_by_label("Body:").fill('{"error": "not charged"}')

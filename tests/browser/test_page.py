@@ -1,4 +1,5 @@
-"""The web page of Rocket Rides: however it is pressed, and whatever Stripe does, one ride and one charge."""
+"""The web page of Rocket Rides: however it is pressed, and whatever Stripe does, one ride and one
+charge."""
 
 from collections.abc import Callable
 
@@ -11,7 +12,9 @@ from tests.murphy.service import SLOW_SECONDS, Service
 pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 ACCEPTED = "Payment accepted."
-looks = pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("light", 390), ("dark", 1280), ("dark", 390)])
+looks = pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("light", 390), ("dark", 1280), ("dark", 390)]
+)
 
 
 def expect_one_booking(service: Service, visitor: Visitor) -> None:
@@ -33,7 +36,9 @@ def test_a_double_click_books_once(service: Service, visitor: Visitor) -> None:
     visitor.expect_story("Replay of the stored response")
 
 
-def test_nothing_can_be_pressed_before_the_script_listens(service: Service, visitor: Visitor) -> None:
+def test_nothing_can_be_pressed_before_the_script_listens(
+    service: Service, visitor: Visitor
+) -> None:
     visitor.sign_in()
     held: list[Route] = []
     visitor.page.route("**/page.js", lambda route: held.append(route))
@@ -56,7 +61,9 @@ def test_a_click_after_the_answer_gets_the_same_answer(service: Service, visitor
 
     visitor.book.click()
 
-    visitor.expect_story("201 Payment accepted. Your pilot is on their way! Replay of the stored response")
+    visitor.expect_story(
+        "201 Payment accepted. Your pilot is on their way! Replay of the stored response"
+    )
     expect_one_booking(service, visitor)
 
 
@@ -80,8 +87,12 @@ def test_the_page_says_that_stripe_is_broken_and_the_retry_after_the_repair_book
     visitor.sign_in()
     visitor.stripe(broken)
     visitor.book.click()
-    visitor.expect_status("503: The payment provider cannot be reached at the moment. Trying again with the same key")
-    expect(visitor.page.locator("#steps [data-point=ride_created]")).to_have_attribute("data-state", "done")
+    visitor.expect_status(
+        "503: The payment provider cannot be reached at the moment. Trying again with the same key"
+    )
+    expect(visitor.page.locator("#steps [data-point=ride_created]")).to_have_attribute(
+        "data-state", "done"
+    )
     visitor.shoot(f"page-stripe-{broken.split()[-1].lower()}")
 
     visitor.stripe(STRIPE_WORKS)
@@ -100,14 +111,20 @@ def test_a_declined_card_is_an_answer_that_stands(service: Service, visitor: Vis
     assert visitor.requests_sent() == 1
     expect(visitor.page.locator("#state")).to_contain_text("402")
     expect(visitor.page.locator("#steps [data-state=done]")).to_have_count(3)
-    expect(visitor.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "skipped")
+    expect(visitor.page.locator("#steps [data-point=charge_created]")).to_have_attribute(
+        "data-state", "skipped"
+    )
     visitor.shoot("page-declined")
 
 
 def expect_lost_run(service: Service, heir: str) -> None:
-    """The history of the only key: a run that reached Stripe and was lost, and the run that took over."""
+    """The history of the only key: a run that reached Stripe and was lost, and the run that took
+    over."""
     (booking,) = service.books()
-    (row,) = service.rows("SELECT history FROM idempotency_idempotencykey WHERE idempotency_key = %s", [booking["key"]])
+    (row,) = service.rows(
+        "SELECT history FROM idempotency_idempotencykey WHERE idempotency_key = %s",
+        [booking["key"]],
+    )
     assert [(event["event"], event["detail"]) for event in row["history"]] == [
         ("claimed", "client"),
         ("recovery point", "ride_created"),
@@ -120,7 +137,9 @@ def expect_lost_run(service: Service, heir: str) -> None:
     ]
 
 
-def test_the_button_kills_the_worker_after_the_charge_and_the_retry_continues(service: Service, visitor: Visitor) -> None:
+def test_the_button_kills_the_worker_after_the_charge_and_the_retry_continues(
+    service: Service, visitor: Visitor
+) -> None:
     visitor.sign_in()
 
     visitor.kill.click()
@@ -161,7 +180,9 @@ def test_the_button_kills_the_worker_of_a_booking_that_is_under_way_and_the_comp
     expect_lost_run(service, "completer")
 
 
-def test_the_button_books_a_new_ride_when_the_last_booking_is_over(service: Service, visitor: Visitor) -> None:
+def test_the_button_books_a_new_ride_when_the_last_booking_is_over(
+    service: Service, visitor: Visitor
+) -> None:
     visitor.sign_in()
     visitor.book.click()
     visitor.expect_counts(receipts=1)
@@ -175,7 +196,9 @@ def test_the_button_books_a_new_ride_when_the_last_booking_is_over(service: Serv
     assert len(service.books()) == len(service.charges()) == 2
 
 
-def test_the_button_kills_nothing_when_no_card_was_charged(service: Service, visitor: Visitor) -> None:
+def test_the_button_kills_nothing_when_no_card_was_charged(
+    service: Service, visitor: Visitor
+) -> None:
     visitor.sign_in("demo-joe")
 
     visitor.kill.click()
@@ -186,7 +209,9 @@ def test_the_button_kills_nothing_when_no_card_was_charged(service: Service, vis
 
 
 @looks
-def test_the_page_shows_a_booking_without_errors(visit: Callable[..., Visitor], scheme: str, width: int) -> None:
+def test_the_page_shows_a_booking_without_errors(
+    visit: Callable[..., Visitor], scheme: str, width: int
+) -> None:
     visitor = visit(scheme, width)
     visitor.go("/")
     visitor.shoot("page-sign-in")
@@ -204,7 +229,9 @@ def test_the_page_shows_a_booking_without_errors(visit: Callable[..., Visitor], 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_keeps_nobody_out(visit: Callable[..., Visitor], axe_script: str, scheme: str) -> None:
+def test_the_page_keeps_nobody_out(
+    visit: Callable[..., Visitor], axe_script: str, scheme: str
+) -> None:
     visitor = visit(scheme)
     visitor.go("/")
     assert visitor.barriers(axe_script) == []

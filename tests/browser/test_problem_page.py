@@ -1,4 +1,5 @@
-"""The page that a browser gets instead of a problem document: how it looks, and that its advice is right."""
+"""The page that a browser gets instead of a problem document: how it looks, and that its advice is
+right."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,10 @@ from tests.browser.visitor import Visitor
 
 pytestmark = pytest.mark.processes
 
-FORM = '<form method="post"><input type="hidden" name="idempotency_key" value="%s"><button>Order</button></form>'
+FORM = (
+    '<form method="post"><input type="hidden" name="idempotency_key"'
+    ' value="%s"><button>Order</button></form>'
+)
 PROBLEMS = {
     "in-use": problem_of(InProgress()),
     "stuck": problem_of(InterventionRequired()),
@@ -35,7 +39,8 @@ class _Silent(WSGIRequestHandler):
 
 
 class Shop:
-    """A shop without a database: the first submission of a form gets a problem, the next one a redirect."""
+    """A shop without a database: the first submission of a form gets a problem, the next one a
+    redirect."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -54,7 +59,11 @@ class Shop:
             self._rendered += 1
             return HttpResponse(FORM % f"key-{self._rendered}")
         self.keys.append(request.POST["idempotency_key"])
-        return PROBLEMS[name].response(request) if len(self.keys) == 1 else HttpResponseRedirect("/thanks/")
+        return (
+            PROBLEMS[name].response(request)
+            if len(self.keys) == 1
+            else HttpResponseRedirect("/thanks/")
+        )
 
 
 @contextmanager
@@ -82,8 +91,12 @@ def test_a_reload_sends_the_form_again_with_its_key(browser: Browser) -> None:
         page.close()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("light", 390), ("dark", 1280), ("dark", 390)])
-def test_the_page_can_be_read_everywhere(scheme: Any, width: int, browser: Browser, axe_script: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("light", 390), ("dark", 1280), ("dark", 390)]
+)
+def test_the_page_can_be_read_everywhere(
+    scheme: Any, width: int, browser: Browser, axe_script: str
+) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
     for name in PROBLEMS:

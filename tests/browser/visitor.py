@@ -1,4 +1,5 @@
-"""A visitor with a browser window: what the pages show, what the console says, what was fetched from where."""
+"""A visitor with a browser window: what the pages show, what the console says, what was fetched
+from where."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ ENGLISH = ("Username", "Password", "Log in")
 
 
 class Visitor:
-    """One window on the service; ``errors`` is what its console said, ``elsewhere`` what it asked of other servers."""
+    """One window on the service; ``errors`` is what its console said, ``elsewhere`` what it asked
+    of other servers."""
 
     def __init__(self, context: BrowserContext, url: str, screenshots: Path, name: str) -> None:
         self.page: Page = context.new_page()
@@ -23,7 +25,12 @@ class Visitor:
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         context.on(
-            "request", lambda request: None if request.url.startswith((url, "data:")) else self.elsewhere.append(request.url)
+            "request",
+            lambda request: (
+                None
+                if request.url.startswith((url, "data:"))
+                else self.elsewhere.append(request.url)
+            ),
         )
 
     def _note(self, message: ConsoleMessage) -> None:
@@ -40,7 +47,12 @@ class Visitor:
         self.page.locator(f"button[value={rider}]").click()
 
     def sign_in_to_admin(
-        self, path: str, username: str = "admin", password: str = "admin", *, labels: tuple[str, str, str] = ENGLISH
+        self,
+        path: str,
+        username: str = "admin",
+        password: str = "admin",
+        *,
+        labels: tuple[str, str, str] = ENGLISH,
     ) -> None:
         """Open ``path`` of the admin, through its login."""
         self.go(f"/admin/login/?next={quote(path)}")
@@ -56,7 +68,9 @@ class Visitor:
 
     def expect_killed(self) -> None:
         """Wait until the page shows that the process is dead, and that its lock is not."""
-        expect(self.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "killed")
+        expect(self.page.locator("#steps [data-point=charge_created]")).to_have_attribute(
+            "data-state", "killed"
+        )
 
     def expect_story(self, text: str) -> None:
         expect(self.page.locator("#story")).to_contain_text(text)
@@ -87,17 +101,23 @@ class Visitor:
         return bool(self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
     def tabs_to(self, selector: str, at_most: int) -> int:
-        """Return how often Tab is pressed, on a page that was just opened, until it is on such an element; 0 if never."""
+        """Return how often Tab is pressed, on a page that was just opened, until it is on such an
+        element; 0 if never."""
         for pressed in range(1, at_most + 1):
             self.page.keyboard.press("Tab")
-            if self.page.evaluate("(selector) => document.activeElement?.matches(selector)", selector):
+            if self.page.evaluate(
+                "(selector) => document.activeElement?.matches(selector)", selector
+            ):
                 return pressed
         return 0
 
     def barriers(self, axe_script: str, *, every: bool = False) -> list[str]:
-        """Return the violations that axe-core finds, with the elements: the serious and critical ones, or every one."""
+        """Return the violations that axe-core finds, with the elements: the serious and critical
+        ones, or every one."""
         self.page.evaluate(axe_script)
-        found: list[dict[str, Any]] = self.page.evaluate("axe.run().then((result) => result.violations)")
+        found: list[dict[str, Any]] = self.page.evaluate(
+            "axe.run().then((result) => result.violations)"
+        )
         return [
             f"{violation['id']}: {node['html']}"
             for violation in found
@@ -106,7 +126,13 @@ class Visitor:
         ]
 
 
-def log_in(page: Page, username: str = "admin", password: str = "admin", *, labels: tuple[str, str, str] = ENGLISH) -> None:
+def log_in(
+    page: Page,
+    username: str = "admin",
+    password: str = "admin",
+    *,
+    labels: tuple[str, str, str] = ENGLISH,
+) -> None:
     """Fill in the login of the admin, and send it."""
     user, secret, button = labels
     page.get_by_label(user).fill(username)

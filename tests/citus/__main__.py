@@ -1,7 +1,8 @@
 """Run the core and the tests of this folder on Citus: ``make citus``.
 
-``CITUS_URL`` names a database on the coordinator of a cluster, in which Citus and two workers are set up; the schemas
-of the tests are dropped. Otherwise a cluster is built from the source tree ``CITUS_SOURCE``.
+``CITUS_URL`` names a database on the coordinator of a cluster, in which Citus and two workers are
+set up; the schemas of the tests are dropped. Otherwise a cluster is built from the source tree
+``CITUS_SOURCE``.
 """
 
 import os
@@ -25,16 +26,31 @@ or a source tree, which is built and started (10 minutes the first time; Debian'
 
 def _tests(url: str, core: list[str], arguments: list[str]) -> int:
     """Run the tests on a cluster; return the number of runs that failed."""
-    own = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "citus").glob("citus_*.py"))]
+    own = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests" / "citus").glob("citus_*.py"))
+    ]
     environment = {**os.environ, "DATABASE_URL": url, "CITUS_URL": url}
     failed = 0
     for tests in (core, own):
         cluster.prepare(url, "core", "tenant_a", "tenant_b")
         command = [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "tests.citus.plugin", "--ds=tests.citus.settings"),
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:xdist",
+                "-p",
+                "tests.citus.plugin",
+                "--ds=tests.citus.settings",
+            ),
             *("--reuse-db", "-m", "not processes and not full", *tests, *arguments),
         ]
-        failed += subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode not in (0, 5)
+        failed += subprocess.run(
+            command, cwd=ROOT, env=environment, check=False
+        ).returncode not in (0, 5)
     return failed
 
 
@@ -50,7 +66,10 @@ def main(core: list[str], arguments: list[str]) -> int:
     except cluster.NotToBeHad as error:
         sys.stderr.write(f"{error}\n{HOW}")
         return 2
-    with tempfile.TemporaryDirectory(prefix="idempotency-citus-") as folder, cluster.started(binaries, Path(folder)) as url:
+    with (
+        tempfile.TemporaryDirectory(prefix="idempotency-citus-") as folder,
+        cluster.started(binaries, Path(folder)) as url,
+    ):
         return _tests(url, core, arguments)
 
 

@@ -1,4 +1,5 @@
-"""Two tenants on two workers: each key has one effect and one response, even if sessions end or a tenant moves."""
+"""Two tenants on two workers: each key has one effect and one response, even if sessions end or a
+tenant moves."""
 
 import uuid
 from collections import Counter
@@ -89,7 +90,8 @@ def _url() -> str:
 def nodes() -> dict[str, tuple[str, int]]:
     """Return the worker of each tenant."""
     found = coordinator(
-        "SELECT DISTINCT schema_name::text, nodename, nodeport FROM citus_shards JOIN citus_schemas USING (colocation_id)"
+        "SELECT DISTINCT schema_name::text, nodename, nodeport FROM citus_shards JOIN citus_schemas"
+        " USING (colocation_id)"
     )
     return {name: (host, port) for name, host, port in found if name in TENANTS}
 
@@ -107,7 +109,9 @@ def work(request: HttpRequest) -> JsonResponse:
 def send(tenant: str, key: str, url: str) -> Any:
     host = f"{tenant.replace('_', '-')}.example"
     client = Client(raise_request_exception=False)
-    return client.post(url, {}, content_type="application/json", headers={"Idempotency-Key": key, "Host": host})
+    return client.post(
+        url, {}, content_type="application/json", headers={"Idempotency-Key": key, "Host": host}
+    )
 
 
 def effects(tenant: str, keys: set[str]) -> Counter[str]:
@@ -128,7 +132,9 @@ def test_one_key_of_two_tenants_is_two_keys(url: str, serve: Serve) -> None:
     serve(plain=plain(work, scope=everybody), phased=phased(work, scope=everybody))
     key = uuid.uuid4().hex
     answers = {tenant: [send(tenant, key, url) for _ in range(2)] for tenant in TENANTS}
-    assert [answer.status_code for of_tenant in answers.values() for answer in of_tenant] == [201] * 4
+    assert [answer.status_code for of_tenant in answers.values() for answer in of_tenant] == [
+        201
+    ] * 4
     assert len({answer.content for of_tenant in answers.values() for answer in of_tenant}) == 2
     assert [effects(tenant, {key}) for tenant in TENANTS] == [{key: 1}] * 2
 
@@ -136,8 +142,9 @@ def test_one_key_of_two_tenants_is_two_keys(url: str, serve: Serve) -> None:
 def kill() -> None:
     """End the sessions of the coordinator on all workers."""
     coordinator(
-        "SELECT run_command_on_workers($$SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
-        "WHERE application_name LIKE 'citus_internal%' AND pid <> pg_backend_pid()$$)"
+        "SELECT run_command_on_workers($$SELECT count(pg_terminate_backend(pid)) FROM"
+        " pg_stat_activity WHERE application_name LIKE 'citus_internal%' AND pid <>"
+        " pg_backend_pid()$$)"
     )
 
 
@@ -145,18 +152,22 @@ def move() -> None:
     """Move the first tenant to the worker of the second one, or back."""
     at = nodes()
     if at[TENANTS[0]] == at[TENANTS[1]]:
-        (host, port) = next(iter({*map(tuple, coordinator(WORKERS))} - {at[TENANTS[0]]}))
+        host, port = next(iter({*map(tuple, coordinator(WORKERS))} - {at[TENANTS[0]]}))
     else:
         host, port = at[TENANTS[1]]
     coordinator(f"SELECT citus_schema_move('{TENANTS[0]}', '{host}', {port})")
 
 
-WORKERS = "SELECT nodename, nodeport FROM pg_dist_node WHERE noderole = 'primary' AND shouldhaveshards AND groupid <> 0"
+WORKERS = (
+    "SELECT nodename, nodeport FROM pg_dist_node WHERE noderole = 'primary' AND shouldhaveshards"
+    " AND groupid <> 0"
+)
 
 
 @pytest.mark.parametrize("event", [lambda: None, kill, move], ids=["calm", "kills", "moves"])
 def test_storm(event: Callable[[], None], serve: Serve) -> None:
-    """Four clients send each key of both tenants until they get a 201, while the event happens repeatedly."""
+    """Four clients send each key of both tenants until they get a 201, while the event happens
+    repeatedly."""
     views = {"plain": plain, "strict": partial(plain, isolation="serializable"), "phased": phased}
     serve(**{name: kind(work, scope=everybody) for name, kind in views.items()})
     keys = {f"{name}-{uuid.uuid4().hex}": f"/{name}/" for name in views for _ in range(8)}
@@ -215,8 +226,9 @@ def test_the_reaper_keeps_a_key_that_a_deferred_constraint_protects() -> None:
         kept, *_ = sorted(expired_keys(8), key=lambda key: key.pk)
         with connection.cursor() as cursor:
             cursor.execute(
-                f"CREATE TABLE {TENANTS[0]}.of_project (id int PRIMARY KEY, key_id bigint REFERENCES "
-                f"{TENANTS[0]}.idempotency_idempotencykey (id) DEFERRABLE INITIALLY DEFERRED)"
+                f"CREATE TABLE {TENANTS[0]}.of_project (id int PRIMARY KEY, key_id bigint"
+                f" REFERENCES {TENANTS[0]}.idempotency_idempotencykey (id) DEFERRABLE INITIALLY"
+                " DEFERRED)"
             )
             cursor.execute("INSERT INTO of_project VALUES (1, %s)", [kept.pk])
         try:

@@ -42,18 +42,26 @@ class NotToBeHad(Exception):
 
 
 def install(source: Path, target: Path) -> Path:
-    """Build Citus if needed, and install it into a copy of the server; return the folder of the binaries."""
+    """Build Citus if needed, and install it into a copy of the server; return the folder of the
+    binaries."""
     binaries = target / SERVER.relative_to("/") / "bin"
     if (target / "installed").exists():
         return binaries
     if not (SERVER / "bin" / "postgres").exists() or not PG_CONFIG.exists():
         raise NotToBeHad(
-            f"Install postgresql-{VERSION} and postgresql-server-dev-{VERSION}: {SERVER} has no server to build for."
+            f"Install postgresql-{VERSION} and postgresql-server-dev-{VERSION}: {SERVER} has no"
+            " server to build for."
         )
     if not (source / "configure").exists():
         raise NotToBeHad(f"CITUS_SOURCE is {str(source)!r}, which has no 'configure'.")
     for folder in (SERVER, SHARED):
-        shutil.copytree(folder, target / folder.relative_to("/"), dirs_exist_ok=True, symlinks=False, ignore=_headers)
+        shutil.copytree(
+            folder,
+            target / folder.relative_to("/"),
+            dirs_exist_ok=True,
+            symlinks=False,
+            ignore=_headers,
+        )
     make = ["make", "-C", str(source), "COPT=-O0 -g0", "with_llvm=no", f"PG_CONFIG={PG_CONFIG}"]
     if not (source / "Makefile.global").exists():
         _run(["./configure", f"PG_CONFIG={PG_CONFIG}", "--without-libcurl"], cwd=source)
@@ -69,7 +77,9 @@ def _headers(folder: str, names: list[str]) -> set[str]:
 
 def _run(command: list[str], cwd: Path) -> None:
     print(" ".join(command), flush=True)  # noqa: T201 - the build lasts minutes
-    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
         sys.stderr.write(done.stdout[-5000:])
         raise NotToBeHad(f"{command[0]} failed with {done.returncode}.")
@@ -77,7 +87,8 @@ def _run(command: list[str], cwd: Path) -> None:
 
 @contextmanager
 def started(binaries: Path, folder: Path) -> Iterator[str]:
-    """Start the cluster with new data in ``folder``; yield the URL of a database on the coordinator."""
+    """Start the cluster with new data in ``folder``; yield the URL of a database on the
+    coordinator."""
     owner = _owner()
     ports = {name: free_port() for name in ("coordinator", "worker-1", "worker-2")}
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,12 +114,16 @@ def started(binaries: Path, folder: Path) -> Iterator[str]:
         for name in ports:
             if (folder / name / "postmaster.pid").exists():
                 subprocess.run(
-                    [binaries / "pg_ctl", "-D", folder / name, "-m", "immediate", "stop"], check=False, cwd=folder, **owner
+                    [binaries / "pg_ctl", "-D", folder / name, "-m", "immediate", "stop"],
+                    check=False,
+                    cwd=folder,
+                    **owner,
                 )
 
 
 def _owner() -> dict[str, object]:
-    """Return the arguments that set the user of a server, because PostgreSQL does not run as root."""
+    """Return the arguments that set the user of a server, because PostgreSQL does not run as
+    root."""
     if os.geteuid() != 0:
         return {}
     ensure_system_user()
@@ -116,11 +131,16 @@ def _owner() -> dict[str, object]:
 
 
 def _joined(ports: list[int]) -> str:
-    """Create the database on each node, and add the workers to the coordinator; return the coordinator's URL."""
+    """Create the database on each node, and add the workers to the coordinator; return the
+    coordinator's URL."""
     for port in ports:
-        with psycopg.connect(f"postgresql://postgres@127.0.0.1:{port}/postgres", autocommit=True) as node:
+        with psycopg.connect(
+            f"postgresql://postgres@127.0.0.1:{port}/postgres", autocommit=True
+        ) as node:
             node.execute(f"CREATE DATABASE {DATABASE}")
-        with psycopg.connect(f"postgresql://postgres@127.0.0.1:{port}/{DATABASE}", autocommit=True) as node:
+        with psycopg.connect(
+            f"postgresql://postgres@127.0.0.1:{port}/{DATABASE}", autocommit=True
+        ) as node:
             node.execute("CREATE EXTENSION citus")
     url = f"postgresql://postgres@127.0.0.1:{ports[0]}/{DATABASE}"
     with psycopg.connect(url, autocommit=True) as coordinator:
@@ -131,12 +151,18 @@ def _joined(ports: list[int]) -> str:
 
 
 def prepare(url: str, *schemas: str) -> None:
-    """Create new schemas, each of them a shard, and make the first the default of the database's sessions."""
+    """Create new schemas, each of them a shard, and make the first the default of the database's
+    sessions."""
     with psycopg.connect(url, autocommit=True) as coordinator:
         # Otherwise sessions would use tables in public that the project with django-tenants left.
-        coordinator.execute("DROP TABLE IF EXISTS public.django_migrations, public.customers_domain, public.customers_customer")
+        coordinator.execute(
+            "DROP TABLE IF EXISTS public.django_migrations, public.customers_domain,"
+            " public.customers_customer"
+        )
         coordinator.execute("SET citus.enable_schema_based_sharding TO on")
         for schema in schemas:
             coordinator.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")
             coordinator.execute(f"CREATE SCHEMA {schema}")
-        coordinator.execute(f"ALTER DATABASE {coordinator.info.dbname} SET search_path TO {schemas[0]}, public")
+        coordinator.execute(
+            f"ALTER DATABASE {coordinator.info.dbname} SET search_path TO {schemas[0]}, public"
+        )

@@ -1,4 +1,5 @@
-"""Skip tests of the core that need a single server, with the reason; ``tests.kit.tiers`` allows no other skip."""
+"""Skip tests of the core that need a single server, with the reason; ``tests.kit.tiers`` allows no
+other skip."""
 
 from typing import Any
 
@@ -8,14 +9,24 @@ from tests.kit import tiers
 
 #: The name of a test or of its module, and the reason why it cannot run on Citus.
 NOT_ON_CITUS = {
-    "test_a_replay_writes_nothing_and_takes_no_transaction_id": "the coordinator takes advisory locks of its own",
-    "test_a_constraint_that_only_the_database_knows_keeps_its_key": "distributed tables have no triggers",
+    "test_a_replay_writes_nothing_and_takes_no_transaction_id": (
+        "the coordinator takes advisory locks of its own"
+    ),
+    "test_a_constraint_that_only_the_database_knows_keeps_its_key": (
+        "distributed tables have no triggers"
+    ),
     "test_connection_lost_in_commit_is_no_success": "distributed tables have no triggers",
-    "test_threads_stop_between_keys_and_leave_no_connection": "the cluster has connections of its own",
-    "test_phased_view_costs_a_claim_and_its_replay_one_statement": "BEGIN and the lock timeout are two messages",
+    "test_threads_stop_between_keys_and_leave_no_connection": (
+        "the cluster has connections of its own"
+    ),
+    "test_phased_view_costs_a_claim_and_its_replay_one_statement": (
+        "BEGIN and the lock timeout are two messages"
+    ),
     "test_tenants.py": "it makes its schemas from tables in public; citus_tenants.py is its like",
     "test_round_trips.py": "each statement is a round trip of its own",
-    "test_replication.py": "a commit of the coordinator proves nothing about the standbys of its workers",
+    "test_replication.py": (
+        "a commit of the coordinator proves nothing about the standbys of its workers"
+    ),
     "test_read_only.py": "the coordinator cannot undo that its database is read-only",
 }
 _REASON = "on Citus: "
@@ -31,7 +42,9 @@ def _databases(item: pytest.Item) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests with two databases, and the tests in NOT_ON_CITUS."""
     for item in items:
-        reason = NOT_ON_CITUS.get(getattr(item, "originalname", item.name)) or NOT_ON_CITUS.get(item.path.name)
+        reason = NOT_ON_CITUS.get(getattr(item, "originalname", item.name)) or NOT_ON_CITUS.get(
+            item.path.name
+        )
         if "shard_b" in _databases(item):
             reason = "the cluster has one database"
         if reason:

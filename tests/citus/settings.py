@@ -1,4 +1,5 @@
-"""Settings of the tests on Citus: the database of ``CITUS_URL`` is the test database, because its schema is prepared."""
+"""Settings of the tests on Citus: the database of ``CITUS_URL`` is the test database, because its
+schema is prepared."""
 
 from tests.settings import *  # noqa: F403
 from tests.settings import DATABASES

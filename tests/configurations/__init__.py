@@ -1,1 +1,2 @@
-"""Projects of others: one small Django project under the settings, middleware, packages and databases that projects have."""
+"""Projects of others: one small Django project under the settings, middleware, packages and
+databases that projects have."""

@@ -27,10 +27,19 @@ from tests.configurations.shop.models import Elsewhere, Order
 
 GZIP = os.environ.get("CONFIGURATION_GZIP") == "1"
 WAIT_SECONDS = 30
-LACKING = {what: reason for name in os.environ["CONFIGURATION"].split("+") for what, reason in LACKS.get(name, {}).items()}
-PLAIN = [url for url in ("/plain/", "/method/", "/async/", "/drf/", "/ninja/orders") if url.strip("/") not in LACKING]
+LACKING = {
+    what: reason
+    for name in os.environ["CONFIGURATION"].split("+")
+    for what, reason in LACKS.get(name, {}).items()
+}
+PLAIN = [
+    url
+    for url in ("/plain/", "/method/", "/async/", "/drf/", "/ninja/orders")
+    if url.strip("/") not in LACKING
+]
 PHASED = [] if "phased" in LACKING else ["/phased/", "/drf-phased/"]
-#: Views whose own framework refuses a request without a user; the others redirect it to the login page.
+#: Views whose own framework refuses a request without a user; the others redirect it to the login
+#: page.
 REFUSING = ("/async/", "/drf/", "/drf-phased/", "/ninja/orders")
 
 
@@ -63,13 +72,22 @@ class Contract(TransactionTestCase):
         client.force_login(self.user)
         return client
 
-    def send(self, url: str, key: str = "key-1", name: str = "tea", client: Client | None = None, **extra: Any) -> Any:
+    def send(
+        self,
+        url: str,
+        key: str = "key-1",
+        name: str = "tea",
+        client: Client | None = None,
+        **extra: Any,
+    ) -> Any:
         """Send one request."""
         body = json.dumps({"name": name}).encode()
         headers = {"Idempotency-Key": key} | extra.pop("headers", {})
         if GZIP:
             body, headers = gzip.compress(body), headers | {"Content-Encoding": "gzip"}
-        return (client or self.client).post(url, body, content_type="application/json", headers=headers, **extra)
+        return (client or self.client).post(
+            url, body, content_type="application/json", headers=headers, **extra
+        )
 
     def later(self, **fields: timedelta) -> None:
         """Make all keys older."""
@@ -89,7 +107,9 @@ class Contract(TransactionTestCase):
                 self.assertEqual(first.json()["user"], str(self.user.pk))
                 self.assertNotIn("Idempotent-Replayed", first)
                 again = self.send(url, f"key-{number}", f"tea {number}")
-                self.assertEqual((again.status_code, again.content), (first.status_code, first.content))
+                self.assertEqual(
+                    (again.status_code, again.content), (first.status_code, first.content)
+                )
                 self.assertEqual(again["Idempotent-Replayed"], "true")
                 self.assertEqual(Order.objects.filter(name=f"tea {number}").count(), 1)
                 self.assertEqual(self.send(url, f"key-{number}", "coffee").status_code, 422)
@@ -108,7 +128,9 @@ class Contract(TransactionTestCase):
                 self.assertEqual(self.send(url, f"key-{number}", f"tea {number}").status_code, 500)
                 self.assertFalse(Order.objects.filter(name=f"tea {number}").exists())
                 views.EVENTS.clear()
-                self.assertIn(self.send(url, f"key-{number}", f"tea {number}").status_code, (200, 201))
+                self.assertIn(
+                    self.send(url, f"key-{number}", f"tea {number}").status_code, (200, 201)
+                )
 
     def test_serialization_failure_is_retried_in_the_request(self) -> None:
         """The client sees nothing of a failure that another attempt repairs."""
@@ -117,12 +139,16 @@ class Contract(TransactionTestCase):
         def conflict() -> None:
             views.EVENTS.clear()
             with connection.cursor() as cursor:
-                cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
+                cursor.execute(
+                    "DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$"
+                )
 
         for number, url in enumerate((*PLAIN, *PHASED)):
             with self.subTest(url):
                 views.EVENTS["after write"] = conflict
-                self.assertIn(self.send(url, f"key-{number}", f"tea {number}").status_code, (200, 201))
+                self.assertIn(
+                    self.send(url, f"key-{number}", f"tea {number}").status_code, (200, 201)
+                )
                 self.assertEqual(Order.objects.filter(name=f"tea {number}").count(), 1)
 
     def test_unique_violation_is_an_error_of_the_view(self) -> None:
@@ -177,7 +203,8 @@ class Contract(TransactionTestCase):
                 self.assertEqual(Order.objects.filter(name=f"tea {number}").count(), 1)
 
     def test_completer_finishes(self) -> None:
-        """The completer runs an abandoned request as its user; the client then gets the response."""
+        """The completer runs an abandoned request as its user; the client then gets the
+        response."""
         needs("phased")
         for number, url in enumerate(PHASED):
             with self.subTest(url):
@@ -185,7 +212,11 @@ class Contract(TransactionTestCase):
                 self.assertEqual(self.send(url, f"key-{number}", f"tea {number}").status_code, 500)
                 views.EVENTS.clear()
                 self.abandon()
-                self.assertEqual(complete_once().finished, 1, IdempotencyKey.objects.values("last_error", "stuck_reason"))
+                self.assertEqual(
+                    complete_once().finished,
+                    1,
+                    IdempotencyKey.objects.values("last_error", "stuck_reason"),
+                )
                 answer = self.send(url, f"key-{number}", f"tea {number}")
                 self.assertEqual((answer.status_code, answer["Idempotent-Replayed"]), (201, "true"))
                 self.assertEqual(answer.json()["user"], str(self.user.pk))
@@ -242,18 +273,29 @@ class Contract(TransactionTestCase):
         """A form that is sent twice is taken once."""
         page = self.client.get("/form/")
         self.assertEqual(page.status_code, 200)
-        content = gzip.decompress(page.content) if page.get("Content-Encoding") == "gzip" else page.content
+        content = (
+            gzip.decompress(page.content)
+            if page.get("Content-Encoding") == "gzip"
+            else page.content
+        )
         key = content.decode().partition('name="idempotency_key" value="')[2].partition('"')[0]
         self.assertTrue(key)
-        answers = [self.client.post("/form/", {"idempotency_key": key, "name": "tea"}) for _ in range(2)]
-        self.assertEqual([(answer.status_code, answer["Location"]) for answer in answers], [(302, "/thanks/")] * 2)
+        answers = [
+            self.client.post("/form/", {"idempotency_key": key, "name": "tea"}) for _ in range(2)
+        ]
+        self.assertEqual(
+            [(answer.status_code, answer["Location"]) for answer in answers],
+            [(302, "/thanks/")] * 2,
+        )
         self.assertEqual(Order.objects.count(), 1)
 
     def test_upload(self) -> None:
         """An upload is a request like others."""
         for _ in range(2):
             file = SimpleUploadedFile("a.txt", b"x" * 5000)
-            answer = self.client.post("/upload/", {"name": "tea", "file": file}, headers={"Idempotency-Key": "key-1"})
+            answer = self.client.post(
+                "/upload/", {"name": "tea", "file": file}, headers={"Idempotency-Key": "key-1"}
+            )
             self.assertEqual((answer.status_code, answer.content), (201, b"5000"))
         self.assertEqual(Order.objects.count(), 1)
 
@@ -275,7 +317,8 @@ class Contract(TransactionTestCase):
         self.send("/phased/", "key-2", "coffee")
         pages = ["/admin/", "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"]
         pages += [
-            f"/admin/idempotency/idempotencykey/{pk}/change/" for pk in IdempotencyKey.objects.values_list("pk", flat=True)
+            f"/admin/idempotency/idempotencykey/{pk}/change/"
+            for pk in IdempotencyKey.objects.values_list("pk", flat=True)
         ]
         for page in pages:
             with self.subTest(page):

@@ -1,6 +1,8 @@
-"""The configurations: each function changes the settings of the project as the project of somebody else has them.
+"""The configurations: each function changes the settings of the project as the project of somebody
+else has them.
 
-A new function is a new configuration. What a configuration cannot have is in ``LACKS``, with the reason.
+A new function is a new configuration. What a configuration cannot have is in ``LACKS``, with the
+reason.
 """
 
 import copy
@@ -198,7 +200,9 @@ def naive_times(project: Project) -> None:
 
 def far_zone(project: Project) -> None:
     """Have a time zone far from UTC, and another language."""
-    project.settings.update(TIME_ZONE="Pacific/Marquesas", LANGUAGE_CODE="ar", USE_THOUSAND_SEPARATOR=True)
+    project.settings.update(
+        TIME_ZONE="Pacific/Marquesas", LANGUAGE_CODE="ar", USE_THOUSAND_SEPARATOR=True
+    )
 
 
 def sessions_in_cookies(project: Project) -> None:
@@ -211,7 +215,9 @@ def sessions_in_cookies(project: Project) -> None:
 
 def sessions_in_a_cache(project: Project) -> None:
     """Keep sessions in a cache, and save them in each request."""
-    project.settings.update(SESSION_ENGINE="django.contrib.sessions.backends.cache", SESSION_SAVE_EVERY_REQUEST=True)
+    project.settings.update(
+        SESSION_ENGINE="django.contrib.sessions.backends.cache", SESSION_SAVE_EVERY_REQUEST=True
+    )
 
 
 def sessions_in_both(project: Project) -> None:
@@ -247,7 +253,8 @@ def urls_of_the_request(project: Project) -> None:
 
 
 def not_for_browsers(project: Project) -> None:
-    """Have stricter defaults: no trailing slash is appended, no thousand separators, secure cookies."""
+    """Have stricter defaults: no trailing slash is appended, no thousand separators, secure
+    cookies."""
     project.settings.update(APPEND_SLASH=False, CSRF_USE_SESSIONS=True, CSRF_COOKIE_HTTPONLY=True)
 
 
@@ -318,8 +325,13 @@ def ddtrace(project: Project) -> None:
 
 def debug_toolbar(project: Project) -> None:
     """Use django-debug-toolbar."""
-    project.settings.update(INTERNAL_IPS=["127.0.0.1"], EXTRA_URLS={"__debug__/": "debug_toolbar.urls"})
-    project.settings["DEBUG_TOOLBAR_CONFIG"] = {"IS_RUNNING_TESTS": False, "SHOW_TOOLBAR_CALLBACK": lambda request: True}
+    project.settings.update(
+        INTERNAL_IPS=["127.0.0.1"], EXTRA_URLS={"__debug__/": "debug_toolbar.urls"}
+    )
+    project.settings["DEBUG_TOOLBAR_CONFIG"] = {
+        "IS_RUNNING_TESTS": False,
+        "SHOW_TOOLBAR_CALLBACK": lambda request: True,
+    }
     project.install("debug_toolbar")
     project.outermost("debug_toolbar.middleware.DebugToolbarMiddleware")
 
@@ -373,7 +385,9 @@ def auditlog(project: Project) -> None:
 PROJECTS: dict[str, Callable[[Project], None]] = {
     name: function
     for name, function in list(globals().items())
-    if callable(function) and getattr(function, "__module__", "") == __name__ and name not in ("Project", "dataclass", "field")
+    if callable(function)
+    and getattr(function, "__module__", "") == __name__
+    and name not in ("Project", "dataclass", "field")
 }
 #: Configurations that projects have together.
 PAIRS = [
@@ -402,8 +416,19 @@ SAMPLE = [
 #: The parts of the contract that a configuration cannot keep, with the reason.
 LACKS: dict[str, dict[str, str]] = {
     "reversion": {
-        "phased": "its middleware opens a transaction around each request, in which a phased view is refused",
-        "retries": "its middleware opens a transaction around each request, which only its owner can repeat",
+        "phased": (
+            "its middleware opens a transaction around each request, in which a phased view is"
+            " refused"
+        ),
+        "retries": (
+            "its middleware opens a transaction around each request, which only its owner can"
+            " repeat"
+        ),
     },
-    "gevent_pool": {"async": "a thread is a greenlet, which shares the event loop of the view: Django's ORM refuses it"},
+    "gevent_pool": {
+        "async": (
+            "a thread is a greenlet, which shares the event loop of the view: Django's ORM"
+            " refuses it"
+        )
+    },
 }

@@ -1,4 +1,5 @@
-"""The test runner: it makes the migrations of the project, whose models depend on the configuration."""
+"""The test runner: it makes the migrations of the project, whose models depend on the
+configuration."""
 
 import os
 import sys

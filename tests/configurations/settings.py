@@ -1,4 +1,5 @@
-"""The settings of the project, changed by the configurations that the variable CONFIGURATION names."""
+"""The settings of the project, changed by the configurations that the variable CONFIGURATION
+names."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""The calls with which a project starts an error tracker or a tracer. A configuration names them in the list STARTS."""
+"""The calls with which a project starts an error tracker or a tracer. A configuration names them in
+the list STARTS."""
 
 from typing import Any
 
@@ -12,7 +13,12 @@ def sentry() -> None:
         def capture_envelope(self, envelope: Any) -> None:
             pass
 
-    sentry_sdk.init(dsn="http://public@127.0.0.1:9/1", transport=Nowhere, traces_sample_rate=1.0, profiles_sample_rate=0)
+    sentry_sdk.init(
+        dsn="http://public@127.0.0.1:9/1",
+        transport=Nowhere,
+        traces_sample_rate=1.0,
+        profiles_sample_rate=0,
+    )
 
 
 def opentelemetry() -> None:

@@ -1,4 +1,5 @@
-"""``python -m tests.conformance`` runs the contract and prints what became of each number; 0 when all of them hold."""
+"""``python -m tests.conformance`` runs the contract and prints what became of each number; 0 when
+all of them hold."""
 
 import sys
 

@@ -1,9 +1,10 @@
-"""A process that answers one request and dies in it: at the n-th of all points before and after an exchange with the
-server: a statement, a COMMIT, or both in one round trip.
+"""A process that answers one request and dies in it: at the n-th of all points before and after an
+exchange with the server: a statement, a COMMIT, or both in one round trip.
 
-Run as ``python -c "from tests.conformance.dying import main; main()"``. For each line ``SESSION PATH KEY N`` on its standard
-input it forks a child that sends the request, and writes ``killed`` or ``answered STATUS`` for it. A child opens its own
-connection, and is killed by SIGKILL: nothing of it cleans up.
+Run as ``python -c "from tests.conformance.dying import main; main()"``. For each line ``SESSION
+PATH KEY N`` on its standard input it forks a child that sends the request, and writes ``killed`` or
+``answered STATUS`` for it. A child opens its own connection, and is killed by SIGKILL: nothing of
+it cleans up.
 """
 
 import os
@@ -32,7 +33,8 @@ def another_entry(request: HttpRequest) -> HttpResponseBase:
 
 
 def views() -> dict[str, Callable[..., HttpResponseBase]]:
-    """Return the views by name: one of each kind, and one that keeps its writes without its response."""
+    """Return the views by name: one of each kind, and one that keeps its writes without its
+    response."""
     from idempotency.http import not_stored
     from tests.kit.views import plain, two_phases
 
@@ -43,7 +45,11 @@ def views() -> dict[str, Callable[..., HttpResponseBase]]:
     def kept(request: HttpRequest) -> HttpResponseBase:
         return not_stored(both(request), keep_writes=True)
 
-    return {"plain": plain(both), "phased": two_phases(one_entry, another_entry), "kept": plain(kept)}
+    return {
+        "plain": plain(both),
+        "phased": two_phases(one_entry, another_entry),
+        "kept": plain(kept),
+    }
 
 
 def _die_at(number: int) -> None:
@@ -76,7 +82,9 @@ def _answer(session: str, path: str, key: str, number: str) -> int:
     client = Client()
     client.cookies[settings.SESSION_COOKIE_NAME] = session
     _die_at(int(number))
-    return client.post(path, {"a": 1}, content_type="application/json", headers={"Idempotency-Key": key}).status_code
+    return client.post(
+        path, {"a": 1}, content_type="application/json", headers={"Idempotency-Key": key}
+    ).status_code
 
 
 def main() -> None:
@@ -86,11 +94,15 @@ def main() -> None:
     from django.urls import path
 
     django.setup()
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path(f"{name}/", view) for name, view in views().items()]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path(f"{name}/", view) for name, view in views().items()]}
+    )
     for line in sys.stdin:
         if not (child := os.fork()):
             os._exit(_answer(*line.split()) // 100)
         _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        sys.stdout.write("killed\n" if killed else f"answered {os.waitstatus_to_exitcode(status)}xx\n")
+        sys.stdout.write(
+            "killed\n" if killed else f"answered {os.waitstatus_to_exitcode(status)}xx\n"
+        )
         sys.stdout.flush()

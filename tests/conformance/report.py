@@ -1,8 +1,10 @@
-"""A plugin of pytest for ``make conformance``: it runs the tests that bear numbers, and says of each number whether it holds.
+"""A plugin of pytest for ``make conformance``: it runs the tests that bear numbers, and says of
+each number whether it holds.
 
-A number holds when it has tests that passed, and none that did not. A case that a kind of view cannot have is skipped, and does
-not count; one that is skipped for want of PostgreSQL did not pass. Number 41 is the table of frameworks as a whole. What a
-test hands to ``record_property("counts", ...)`` is printed as it is.
+A number holds when it has tests that passed, and none that did not. A case that a kind of view
+cannot have is skipped, and does not count; one that is skipped for want of PostgreSQL did not pass.
+Number 41 is the table of frameworks as a whole. What a test hands to ``record_property("counts",
+...)`` is printed as it is.
 
 PYTEST_DONT_REWRITE: it is imported before pytest.
 """
@@ -26,7 +28,9 @@ OUTSIDE = {43: "stripe", 44: "idemkit", 45: "schemathesis"}
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not about the contract."""
-    kept = [item for item in items if item.nodeid.startswith(FOLDERS) or list(_numbers(item.nodeid))]
+    kept = [
+        item for item in items if item.nodeid.startswith(FOLDERS) or list(_numbers(item.nodeid))
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
@@ -49,12 +53,18 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how one step of a test ended."""
         for number in _numbers(report.nodeid):
-            if hasattr(report, "wasxfail") or report.failed or (report.skipped and NO_POSTGRESQL in str(report.longrepr)):
+            if (
+                hasattr(report, "wasxfail")
+                or report.failed
+                or (report.skipped and NO_POSTGRESQL in str(report.longrepr))
+            ):
                 self.not_passed[number].append(report.nodeid)
             elif report.when == "call" and report.passed:
                 self.passed[number] += 1
             if report.when == "call":
-                self.counts[number] += [str(value) for name, value in report.user_properties if name == "counts"]
+                self.counts[number] += [
+                    str(value) for name, value in report.user_properties if name == "counts"
+                ]
 
     def holds(self, number: int) -> bool:
         """Whether tests of the number passed, and none did not."""
@@ -67,7 +77,15 @@ class Report:
     def lines(self) -> Iterator[str]:
         """Return a line for each number, then the counts of the outside suites."""
         for number, title in TITLES.items():
-            verdict = "pass" if self.holds(number) else "fail" if self.not_passed[number] else "fail (no test)"
+            verdict = (
+                "pass"
+                if self.holds(number)
+                else "fail"
+                if self.not_passed[number]
+                else "fail (no test)"
+            )
             yield f"{number:02} {verdict} {title}"
         for number, suite in OUTSIDE.items():
-            yield from self.counts[number] or [f"{suite}: no counts; {self.passed[number]} tests passed"]
+            yield from self.counts[number] or [
+                f"{suite}: no counts; {self.passed[number]} tests passed"
+            ]

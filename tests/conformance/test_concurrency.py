@@ -1,4 +1,5 @@
-"""Numbers 29, 31 and 32: requests that meet. The fifty duplicates of number 12 are in ``test_first_run.py``."""
+"""Numbers 29, 31 and 32: requests that meet. The fifty duplicates of number 12 are in
+``test_first_run.py``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +31,9 @@ def gate() -> Gate:
 
 @both_kinds
 @pytest.mark.postgres
-def test_29_duplicate_in_flight_is_told_when_to_come_back(kind: Kind, gate: Gate, serve: Serve, sender: Sender) -> None:
+def test_29_duplicate_in_flight_is_told_when_to_come_back(
+    kind: Kind, gate: Gate, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         gate.wait_here()
         return create(request)
@@ -64,7 +67,8 @@ def test_29_retry_after_is_at_most_what_is_left_of_the_lock(
         answer = sender.send(key=key)
         gates[-1].open()
         assert running.result(WAIT_SECONDS).status_code == 201
-        # A moment is left of the lock: a duplicate that takes longer to come takes over, as it should.
+        # A moment is left of the lock: a duplicate that takes longer to come takes over, as it
+        # should.
         return answer.status_code != 201 and answer
 
     duplicate = eventually(met)
@@ -72,8 +76,14 @@ def test_29_retry_after_is_at_most_what_is_left_of_the_lock(
     assert 1 <= int(duplicate["Retry-After"]) <= at_most
 
 
-def test_31_takeover_resumes_and_the_late_one_changes_nothing(gate: Gate, serve: Serve, sender: Sender) -> None:
-    serve(view=two_phases(first := Counted(), second := Counted(partial(_create_second)), call=gate.wait_here))
+def test_31_takeover_resumes_and_the_late_one_changes_nothing(
+    gate: Gate, serve: Serve, sender: Sender
+) -> None:
+    serve(
+        view=two_phases(
+            first := Counted(), second := Counted(partial(_create_second)), call=gate.wait_here
+        )
+    )
     late = in_background(another_client(sender).send)
     gate.wait_until_reached()
     make_older(91, "locked_until")
@@ -95,7 +105,9 @@ def _create_second(request: HttpRequest) -> HttpResponse:
     return HttpResponse(f"{entry.pk}", status=201)
 
 
-def test_31_no_takeover_before_the_lock_timeout(gate: Gate, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_31_no_takeover_before_the_lock_timeout(
+    gate: Gate, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 3600}
     serve(view=two_phases(lambda request: None, second := Counted(), call=gate.wait_here))
     running = in_background(another_client(sender).send)
@@ -108,7 +120,9 @@ def test_31_no_takeover_before_the_lock_timeout(gate: Gate, serve: Serve, sender
 
 
 @pytest.mark.postgres
-def test_31_late_one_inside_its_phase_is_rolled_back(gate: Gate, serve: Serve, sender: Sender) -> None:
+def test_31_late_one_inside_its_phase_is_rolled_back(
+    gate: Gate, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         response = _create_second(request)
         gate.wait_here()
@@ -125,7 +139,9 @@ def test_31_late_one_inside_its_phase_is_rolled_back(gate: Gate, serve: Serve, s
     assert Entry.objects.count() == 1
 
 
-def test_31_late_one_that_fails_does_not_free_the_lock_of_the_winner(serve: Serve, sender: Sender) -> None:
+def test_31_late_one_that_fails_does_not_free_the_lock_of_the_winner(
+    serve: Serve, sender: Sender
+) -> None:
     gates = [Gate(), Gate()]
 
     def call() -> None:
@@ -150,7 +166,9 @@ def test_31_late_one_that_fails_does_not_free_the_lock_of_the_winner(serve: Serv
     assert calls.runs == 2
 
 
-def test_31_late_one_is_sent_round_again_while_the_winner_runs(serve: Serve, sender: Sender) -> None:
+def test_31_late_one_is_sent_round_again_while_the_winner_runs(
+    serve: Serve, sender: Sender
+) -> None:
     gates = [Gate(), Gate()]
     calls = Counted(lambda request: gates[calls.runs - 1].wait_here())
     serve(view=two_phases(lambda request: None, create, call=partial(calls, None)))
@@ -181,7 +199,9 @@ def test_31_silent_transaction_of_a_plain_view_is_ended_by_the_database(
     silent = in_background(another_client(sender).send)
     gate.wait_until_reached()
     # 503 is a run that was silent for too long itself.
-    took_over = eventually(lambda: (response := sender.send()).status_code not in (409, 503) and response)
+    took_over = eventually(
+        lambda: (response := sender.send()).status_code not in (409, 503) and response
+    )
     gate.open()
     late = silent.result(WAIT_SECONDS)
     assert took_over.status_code == 201
@@ -195,7 +215,8 @@ def serializable(kind: Kind) -> Callable[..., View]:
 
 
 class Rivalry:
-    """Work that adds 1 to an account, while a rival changes it on another connection as often as ``times`` says."""
+    """Work that adds 1 to an account, while a rival changes it on another connection as often as
+    ``times`` says."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -213,7 +234,9 @@ class Rivalry:
 
 @both_kinds
 @pytest.mark.postgres
-def test_32_serialization_failure_is_retried_inside_the_request(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_32_serialization_failure_is_retried_inside_the_request(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=serializable(kind)(work := Counted(Rivalry(times=3))))
     assert sender.send().status_code == 201
     assert work.runs == 4
@@ -224,10 +247,14 @@ def test_32_serialization_failure_is_retried_inside_the_request(kind: Kind, serv
 
 @both_kinds
 @pytest.mark.postgres
-def test_32_serialization_failure_at_commit_is_retried_too(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_32_serialization_failure_at_commit_is_retried_too(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def rival() -> None:
         with transaction.atomic():
-            transaction.get_connection().cursor().execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+            transaction.get_connection().cursor().execute(
+                "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE"
+            )
             Account.objects.create(name=f"rival sees {Account.objects.count()}")
 
     def work(request: HttpRequest) -> HttpResponse:

@@ -1,4 +1,5 @@
-"""Number 57, a part of it: a body that a middleware has decoded is a whole body. What the connection lost is still missed."""
+"""Number 57, a part of it: a body that a middleware has decoded is a whole body. What the
+connection lost is still missed."""
 
 import json
 import os
@@ -137,7 +138,9 @@ class Decrypts:
 
 
 @pytest.fixture
-def decode(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
+def decode(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[Any], None]], None]:
     """Return a function that puts the middleware before the view."""
 
     def put(way: Callable[[Any], None]) -> None:
@@ -148,7 +151,8 @@ def decode(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
 
 
 class Session(SessionAuthentication):
-    """Reads the session, and checks no token against CSRF: Django's test client needs none either."""
+    """Reads the session, and checks no token against CSRF: Django's test client needs none
+    either."""
 
     def enforce_csrf(self, request: Any) -> None:
         """Accept each request."""
@@ -196,18 +200,28 @@ CASES = [case for case in product(EVERY_WAY, BODIES, KINDS) if can_be_read(*case
 
 @pytest.mark.parametrize(("way", "content_type", "kind"), CASES)
 def test_57_decoded_body_is_a_whole_body(
-    way: Callable[[Any], None], content_type: str, kind: Kind, decode: Any, serve: Serve, sender: Sender
+    way: Callable[[Any], None],
+    content_type: str,
+    kind: Kind,
+    decode: Any,
+    serve: Serve,
+    sender: Sender,
 ) -> None:
     decode(way)
     serve(view=kind(pay))
-    responses = [sender.send(body=encrypted(BODIES[content_type]), content_type=content_type) for _ in range(2)]
+    responses = [
+        sender.send(body=encrypted(BODIES[content_type]), content_type=content_type)
+        for _ in range(2)
+    ]
     assert [response.status_code for response in responses] == [201, 201], responses[0].content
     assert responses[1]["Idempotent-Replayed"] == "true"
     assert [entry.name for entry in Entry.objects.all()] == ["paid 5"]
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_57_completer_runs_the_decoded_body(way: Callable[[Any], None], decode: Any, serve: Serve, sender: Sender) -> None:
+def test_57_completer_runs_the_decoded_body(
+    way: Callable[[Any], None], decode: Any, serve: Serve, sender: Sender
+) -> None:
     seen = []
 
     def fail(request: HttpRequest) -> HttpResponse:
@@ -240,7 +254,12 @@ def not_encrypted(body: bytes) -> bytes:
 @pytest.mark.parametrize("content_type", BODIES)
 @pytest.mark.parametrize(
     ("way", "send"),
-    [(nothing, not_encrypted), (read, not_encrypted), (body_only, encrypted), (body_of_a_stream, encrypted)],
+    [
+        (nothing, not_encrypted),
+        (read, not_encrypted),
+        (body_only, encrypted),
+        (body_of_a_stream, encrypted),
+    ],
 )
 def test_57_truncated_body_is_refused_though_a_middleware_has_read_it(
     way: Callable[[Any], None],

@@ -1,4 +1,5 @@
-"""Number 60: no frame of this app shows a secret, a key, a seed, a token, a body or arguments while foreign code runs."""
+"""Number 60: no frame of this app shows a secret, a key, a seed, a token, a body or arguments while
+foreign code runs."""
 
 import logging
 import traceback
@@ -34,14 +35,22 @@ Serve = Callable[..., None]
 
 @pytest.fixture
 def ask(planted: Planted, transactional_db: None) -> Callable[[], BaseException]:
-    """Return a function that sends a request with the planted secrets, and returns the error that reaches Django."""
+    """Return a function that sends a request with the planted secrets, and returns the error that
+    reaches Django."""
     sender = Sender()
     sender.client.raise_request_exception = True
 
     def send(error: type[Exception] = OutOfLuck, **sent: Any) -> BaseException:
         headers = {"Accept-Language": planted["header"]}
         with pytest.raises(error) as caught:
-            sender.send(**{"key": planted["key"], "body": {"card": planted["body"]}, "headers": headers, **sent})
+            sender.send(
+                **{
+                    "key": planted["key"],
+                    "body": {"card": planted["body"]},
+                    "headers": headers,
+                    **sent,
+                }
+            )
         return caught.value
 
     send.client = sender.client
@@ -59,7 +68,11 @@ def test_a_secret_in_a_frame_is_found(planted: Planted) -> None:
     exec(source, module)
     with pytest.raises(OutOfLuck) as caught:
         module["shows"](planted["body"])
-    reports = {value.place.partition(":")[0] for value in values_shown(caught.value) if planted["body"] in value.text}
+    reports = {
+        value.place.partition(":")[0]
+        for value in values_shown(caught.value)
+        if planted["body"] in value.text
+    }
     assert reports == {"repr", "Django", "sentry-sdk"}
     with pytest.raises(AssertionError, match="body in Django"):
         planted.refuse_shown(caught.value)
@@ -110,10 +123,16 @@ def between_phases(planted: Planted, key: IdempotencyKey) -> None:
     fail()
 
 
-@pytest.mark.parametrize("place", [between_phases, in_a_phase, at_the_end_of_a_phase, in_a_call, in_an_at_most_once_call])
+@pytest.mark.parametrize(
+    "place", [between_phases, in_a_phase, at_the_end_of_a_phase, in_a_call, in_an_at_most_once_call]
+)
 @pytest.mark.parametrize("options", [{}, {"store_body": False}])
 def test_60_error_of_a_phased_view(
-    place: Callable[[Planted, IdempotencyKey], None], options: dict[str, Any], serve: Serve, planted: Planted, ask: Any
+    place: Callable[[Planted, IdempotencyKey], None],
+    options: dict[str, Any],
+    serve: Serve,
+    planted: Planted,
+    ask: Any,
 ) -> None:
     def work(key: IdempotencyKey) -> None:
         derive(planted, key)
@@ -125,14 +144,21 @@ def test_60_error_of_a_phased_view(
 
 @pytest.mark.parametrize("option", ["applies", "validate", "scope", "key_from", "using"])
 @pytest.mark.parametrize("kind", [plain, phased])
-def test_60_error_of_a_function_in_an_option(option: str, kind: Kind, serve: Serve, planted: Planted, ask: Any) -> None:
+def test_60_error_of_a_function_in_an_option(
+    option: str, kind: Kind, serve: Serve, planted: Planted, ask: Any
+) -> None:
     serve(view=kind(fail, **{option: fail}))
     planted.refuse_shown(ask(), at_least=3)
 
 
 @pytest.mark.parametrize("setting", ["KEY_VALIDATOR", "ERROR_RENDERER"])
-def test_60_error_of_a_function_in_a_setting(setting: str, serve: Serve, planted: Planted, ask: Any, settings: Any) -> None:
-    settings.IDEMPOTENCY = {setting: fail, "KEY_MAX_LENGTH": 20 if setting == "ERROR_RENDERER" else 255}
+def test_60_error_of_a_function_in_a_setting(
+    setting: str, serve: Serve, planted: Planted, ask: Any, settings: Any
+) -> None:
+    settings.IDEMPOTENCY = {
+        setting: fail,
+        "KEY_MAX_LENGTH": 20 if setting == "ERROR_RENDERER" else 255,
+    }
     serve(view=plain(fail))
     planted.refuse_shown(ask(), at_least=3)
 
@@ -180,7 +206,9 @@ def test_60_error_of_an_upload(
     planted.refuse_shown(ask(method=method, **uploaded(planted)), at_least=10)
 
 
-def test_60_error_of_a_value_that_keep_names(serve: Serve, planted: Planted, ask: Any, settings: Any) -> None:
+def test_60_error_of_a_value_that_keep_names(
+    serve: Serve, planted: Planted, ask: Any, settings: Any
+) -> None:
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.with_basket"]
     serve(view=phased(fail, keep=["session.card", "basket.pk"]))
     session = ask.client.session
@@ -213,7 +241,10 @@ def with_basket(get_response: Any) -> Any:
 def failing_table(transactional_db: None) -> Iterator[Callable[[str], None]]:
     """Return a function that lets each INSERT or UPDATE of keys fail in the database."""
     with connection.cursor() as cursor:
-        cursor.execute("CREATE FUNCTION fail_here() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'out of luck'; END $$")
+        cursor.execute(
+            "CREATE FUNCTION fail_here() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'out of"
+            " luck'; END $$"
+        )
 
     def fail_at(operation: str) -> None:
         with connection.cursor() as cursor:
@@ -232,7 +263,14 @@ def failing_table(transactional_db: None) -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("kind", [plain, phased])
 @pytest.mark.parametrize("operation", ["INSERT", "UPDATE"])
 def test_60_error_of_a_statement_on_keys(
-    operation: str, kind: Kind, merged: bool, serve: Serve, planted: Planted, ask: Any, failing_table: Any, settings: Any
+    operation: str,
+    kind: Kind,
+    merged: bool,
+    serve: Serve,
+    planted: Planted,
+    ask: Any,
+    failing_table: Any,
+    settings: Any,
 ) -> None:
     settings.IDEMPOTENCY = {"MERGE_ROUND_TRIPS": merged}
 
@@ -247,7 +285,9 @@ def test_60_error_of_a_statement_on_keys(
 
 @pytest.mark.parametrize("kind", [plain, phased])
 @pytest.mark.parametrize("beginning", ["INSERT", "UPDATE"])
-def test_60_error_of_a_wrapper_of_statements(beginning: str, kind: Kind, serve: Serve, planted: Planted, ask: Any) -> None:
+def test_60_error_of_a_wrapper_of_statements(
+    beginning: str, kind: Kind, serve: Serve, planted: Planted, ask: Any
+) -> None:
     def wrapper(execute: Any, sql: Any, *more: Any) -> Any:
         if "idempotency_idempotencykey" in str(sql) and beginning in str(sql):
             raise OutOfLuck
@@ -317,7 +357,9 @@ def test_60_repr_of_a_row(db: None, planted: Planted) -> None:
         finished=True,
     )
     job = StagedJobFactory(job_args={"card": planted["argument"]}, idempotency_key=key)
-    call = DownstreamCall.objects.create(key=key, name="sms", token=uuid4(), result=planted["answer"])
+    call = DownstreamCall.objects.create(
+        key=key, name="sms", token=uuid4(), result=planted["answer"]
+    )
     shown = [text for row in (key, job, call) for text in (str(row), repr(row))]
     assert not [text for text in shown for secret in planted.secrets.values() if secret in text]
 
@@ -347,7 +389,9 @@ def give_up(request: HttpRequest) -> HttpResponse:
 
 
 @pytest.mark.parametrize("kind", [plain, phased])
-def test_60_log_lines(kind: Kind, serve: Serve, planted: Planted, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+def test_60_log_lines(
+    kind: Kind, serve: Serve, planted: Planted, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         planted.of_key(request.idempotency_key)
         return HttpResponse(planted["answer"])
@@ -356,15 +400,23 @@ def test_60_log_lines(kind: Kind, serve: Serve, planted: Planted, sender: Sender
     serve(view=kind(work), failing=kind(fail), stuck=phased_outside(give_up))
     sent = {"body": {"card": planted["body"]}, "headers": {"Accept-Language": planted["header"]}}
     key = planted["key"]
-    statuses = [sender.send(f"/{view}/", f"{key}-{view}", **sent).status_code for view in ("view", "failing", "stuck") * 2]
-    statuses += [sender.send(key=f"{key}-view", body={}).status_code, sender.send(key=key * 9).status_code]
+    statuses = [
+        sender.send(f"/{view}/", f"{key}-{view}", **sent).status_code
+        for view in ("view", "failing", "stuck") * 2
+    ]
+    statuses += [
+        sender.send(key=f"{key}-view", body={}).status_code,
+        sender.send(key=key * 9).status_code,
+    ]
     assert statuses == [200, 500, 409, 200, 500, 409, 422, 400]
     planted.refuse_logged([record for record in caplog.records if record.name == "idempotency"])
 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("kind", [plain, phased])
-def test_60_error_while_a_request_is_restored(kind: Kind, serve: Serve, planted: Planted, ask: Any) -> None:
+def test_60_error_while_a_request_is_restored(
+    kind: Kind, serve: Serve, planted: Planted, ask: Any
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         planted.of_key(request.idempotency_key)
         assert request.user.pk
@@ -380,7 +432,9 @@ def test_60_error_while_a_request_is_restored(kind: Kind, serve: Serve, planted:
         post_init.disconnect(fail, sender=get_user_model())
 
 
-def test_60_error_of_a_function_that_returns_a_part_of_the_body(serve: Serve, planted: Planted, ask: Any) -> None:
+def test_60_error_of_a_function_that_returns_a_part_of_the_body(
+    serve: Serve, planted: Planted, ask: Any
+) -> None:
     serve(view=plain(lambda request: HttpResponse(), applies=lambda request: planted["body"]))
     told = "".join(traceback.format_exception(ask(error=TypeError)))
     assert planted["body"] not in told
@@ -417,7 +471,8 @@ def test_60_error_in_an_outer_transaction(serve: Serve, planted: Planted, ask: A
 
 
 @pytest.mark.parametrize(
-    "open_block", [lambda key: key.call("charge"), lambda key: key.call("sms", at_most_once=True), atomic_phase]
+    "open_block",
+    [lambda key: key.call("charge"), lambda key: key.call("sms", at_most_once=True), atomic_phase],
 )
 def test_60_error_in_a_block_of_an_async_view(
     open_block: Callable[[IdempotencyKey], Any], serve: Serve, planted: Planted, ask: Any

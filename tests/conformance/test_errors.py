@@ -58,7 +58,11 @@ def in_use(serve: Serve, sender: Sender, kind: Kind) -> HttpResponse:
     """Provoke ``key_in_use``: the run itself sends its duplicate."""
     answers = []
     twin = another_client(sender)
-    serve(view=two_phases(lambda request: None, create, call=lambda: answers.append(elsewhere(twin.send))))
+    serve(
+        view=two_phases(
+            lambda request: None, create, call=lambda: answers.append(elsewhere(twin.send))
+        )
+    )
     sender.send()
     return answers[0]
 
@@ -75,14 +79,21 @@ CONDITIONS = {
 
 @both_kinds
 @pytest.mark.parametrize("code", CONDITIONS)
-def test_33_error_is_a_problem_document(code: str, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_33_error_is_a_problem_document(
+    code: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     provoke, status, retryable = CONDITIONS[code]
     response = provoke(serve, sender, kind)
     assert response["Content-Type"] == "application/problem+json"
     assert response["Cache-Control"] == "no-store"
     content = json.loads(response.content)
     assert set(content) == {"type", "title", "status", "detail", "code", "retryable"}
-    assert (response.status_code, content["status"], content["code"], content["retryable"]) == (status, status, code, retryable)
+    assert (response.status_code, content["status"], content["code"], content["retryable"]) == (
+        status,
+        status,
+        code,
+        retryable,
+    )
     assert ("Retry-After" in response) is retryable
     assert urlsplit(content["type"]).scheme
     assert content["type"].endswith(code)
@@ -92,7 +103,11 @@ def test_33_each_condition_has_a_type_and_a_title_of_its_own(serve: Serve, sende
     problems = []
     for code in ("key_missing", "key_invalid", "key_reused"):
         problems.append(json.loads(CONDITIONS[code][0](serve, sender, phased).content))
-    assert len({found["type"] for found in problems}) == len({found["title"] for found in problems}) == 3
+    assert (
+        len({found["type"] for found in problems})
+        == len({found["title"] for found in problems})
+        == 3
+    )
 
 
 def test_33_title_is_constant(serve: Serve, sender: Sender) -> None:
@@ -104,17 +119,24 @@ def test_33_title_is_constant(serve: Serve, sender: Sender) -> None:
 
 def test_33_type_base_is_a_setting(serve: Serve, sender: Sender, settings: Settings) -> None:
     settings.IDEMPOTENCY = {"PROBLEM_TYPE_BASE": "https://api.example.com/errors/"}
-    assert json.loads(missing(serve, sender, phased).content)["type"] == "https://api.example.com/errors/key_missing"
+    assert (
+        json.loads(missing(serve, sender, phased).content)["type"]
+        == "https://api.example.com/errors/key_missing"
+    )
 
 
 def test_34_renderer_is_a_setting(serve: Serve, sender: Sender, settings: Settings) -> None:
     def render(*, status: int, code: str, headers: dict[str, str], **members: Any) -> HttpResponse:
-        return JsonResponse({"error": {"type": "idempotency_error", "code": code}}, status=status, headers=headers)
+        return JsonResponse(
+            {"error": {"type": "idempotency_error", "code": code}}, status=status, headers=headers
+        )
 
     settings.IDEMPOTENCY = {"ERROR_RENDERER": render}
     serve(view=phased(work := Counted()))
     response = sender.send(key=None)
     assert (response.status_code, response["Content-Type"]) == (400, "application/json")
-    assert json.loads(response.content) == {"error": {"type": "idempotency_error", "code": "key_missing"}}
+    assert json.loads(response.content) == {
+        "error": {"type": "idempotency_error", "code": "key_missing"}
+    }
     assert response["Cache-Control"] == "no-store"
     assert work.runs == 0

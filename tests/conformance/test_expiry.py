@@ -28,7 +28,9 @@ def test_35_key_is_replayed_for_72_hours(kind: Kind, serve: Serve, sender: Sende
 
 
 @both_kinds
-def test_35_expired_key_is_a_new_request_with_a_new_row(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_35_expired_key_is_a_new_request_with_a_new_row(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     first = sender.send()
     old = IdempotencyKey.objects.get()
@@ -44,7 +46,9 @@ def test_35_expired_key_is_a_new_request_with_a_new_row(kind: Kind, serve: Serve
 
 
 @both_kinds
-def test_35_expired_key_that_fails_again_can_be_retried(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_35_expired_key_that_fails_again_can_be_retried(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         if counted.runs == 2:
             raise RuntimeError("out of luck")
@@ -80,7 +84,9 @@ def test_35_unfinished_keys_do_not_expire(serve: Serve, sender: Sender) -> None:
 
 
 @both_kinds
-def test_35_retention_is_a_setting(kind: Kind, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_35_retention_is_a_setting(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"RETENTION_HOURS": 24}
     serve(view=kind(work := Counted()))
     sender.send()
@@ -94,4 +100,8 @@ def test_35_retention_is_a_setting(kind: Kind, serve: Serve, sender: Sender, set
 
 def test_35_retention_below_24_hours_is_found_by_a_check(settings: Settings) -> None:
     settings.IDEMPOTENCY = {"RETENTION_HOURS": 23}
-    assert [message.id for message in checks.run_checks(databases=[]) if message.id.startswith("idempotency.")]
+    assert [
+        message.id
+        for message in checks.run_checks(databases=[])
+        if message.id.startswith("idempotency.")
+    ]

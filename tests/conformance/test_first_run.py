@@ -1,4 +1,5 @@
-"""Numbers 12 and 14 to 19: the first run, and what is kept of it. Number 13 is in ``test_kill.py``."""
+"""Numbers 12 and 14 to 19: the first run, and what is kept of it. Number 13 is in
+``test_kill.py``."""
 
 import json
 from collections import Counter
@@ -7,7 +8,14 @@ from collections.abc import Callable
 import pytest
 from django.core.exceptions import PermissionDenied
 from django.db import OperationalError, connection
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse, StreamingHttpResponse
+from django.http import (
+    Http404,
+    HttpRequest,
+    HttpResponse,
+    HttpResponseRedirect,
+    JsonResponse,
+    StreamingHttpResponse,
+)
 from pytest_django import Settings
 
 from idempotency.http import not_stored
@@ -22,7 +30,9 @@ Serve = Callable[..., None]
 
 
 @both_kinds
-def test_12_fifty_identical_requests_run_the_view_once(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_12_fifty_identical_requests_run_the_view_once(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     responses = at_once([another_client(sender).send for _ in range(50)])
     refusals = {201, 409} if connection.vendor == "postgresql" else {201, 409, 503}
@@ -30,14 +40,18 @@ def test_12_fifty_identical_requests_run_the_view_once(kind: Kind, serve: Serve,
     created = [response for response in responses if response.status_code == 201]
     assert len({response.content for response in created}) == 1
     assert Counter("Idempotent-Replayed" in response for response in created)[False] == 1
-    assert all(int(response["Retry-After"]) >= 1 for response in responses if response.status_code != 201)
+    assert all(
+        int(response["Retry-After"]) >= 1 for response in responses if response.status_code != 201
+    )
     assert work.runs == 1
     assert Entry.objects.count() == 1
     assert sender.send().content == created[0].content
 
 
 @both_kinds
-def test_14_status_bytes_and_headers_are_stored_and_fresh_ones_are_not(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_14_status_bytes_and_headers_are_stored_and_fresh_ones_are_not(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     content = bytes(range(256))
     kept = {
         "Content-Type": "application/octet-stream",
@@ -73,9 +87,15 @@ def test_14_status_bytes_and_headers_are_stored_and_fresh_ones_are_not(kind: Kin
 
 
 @both_kinds
-@pytest.mark.parametrize("status", [200, 201, 202, 204, 207, 301, 302, 303, 307, 400, 402, 404, 409, 410, 422, 451])
-def test_15_definitive_answers_are_stored(status: int, kind: Kind, serve: Serve, sender: Sender) -> None:
-    serve(view=kind(work := Counted(lambda request: HttpResponse(f"answer {status}", status=status))))
+@pytest.mark.parametrize(
+    "status", [200, 201, 202, 204, 207, 301, 302, 303, 307, 400, 402, 404, 409, 410, 422, 451]
+)
+def test_15_definitive_answers_are_stored(
+    status: int, kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    serve(
+        view=kind(work := Counted(lambda request: HttpResponse(f"answer {status}", status=status)))
+    )
     first, replayed = sender.send(), sender.send()
     assert (first.status_code, replayed.status_code) == (status, status)
     assert replayed.content == first.content
@@ -104,7 +124,9 @@ def test_15_definitive_refusals_before_anything_was_committed_are_stored(
 
 @answering
 @pytest.mark.parametrize("status", [401, 403, 408, 412, 425, 428, 429])
-def test_15_answers_with_another_cure_are_never_stored(status: int, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_15_answers_with_another_cure_are_never_stored(
+    status: int, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     answers = iter([HttpResponse(status=status), HttpResponse(status=404)])
     serve(view=kind(work := Counted(lambda request: next(answers))))
     assert [sender.send().status_code for _ in range(3)] == [status, 404, 404]
@@ -112,7 +134,9 @@ def test_15_answers_with_another_cure_are_never_stored(status: int, kind: Kind, 
 
 
 @answering
-def test_15_which_statuses_are_never_stored_is_a_setting(kind: Kind, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_15_which_statuses_are_never_stored_is_a_setting(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"NEVER_STORED_STATUSES": [404]}
     serve(missing=kind(missing := Counted(lambda request: HttpResponse(status=404))))
     assert [sender.send("/missing/").status_code for _ in range(2)] == [404, 404]
@@ -123,7 +147,9 @@ def test_15_which_statuses_are_never_stored_is_a_setting(kind: Kind, serve: Serv
 
 
 @both_kinds
-def test_15_http_exceptions_are_the_answers_that_django_makes_of_them(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_15_http_exceptions_are_the_answers_that_django_makes_of_them(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def missing(request: HttpRequest) -> HttpResponse:
         create(request)
         raise Http404
@@ -132,7 +158,9 @@ def test_15_http_exceptions_are_the_answers_that_django_makes_of_them(kind: Kind
         create(request)
         raise PermissionDenied
 
-    serve(missing=kind(not_found := Counted(missing)), forbidden=kind(refused := Counted(forbidden)))
+    serve(
+        missing=kind(not_found := Counted(missing)), forbidden=kind(refused := Counted(forbidden))
+    )
     responses = [sender.send("/missing/") for _ in range(2)]
     assert [response.status_code for response in responses] == [404, 404]
     assert responses[0].content == responses[1].content
@@ -173,7 +201,9 @@ def raise_error() -> HttpResponse:
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 599])
-def test_16_returned_5xx_of_a_plain_view_is_rolled_back_and_not_stored(status: int, serve: Serve, sender: Sender) -> None:
+def test_16_returned_5xx_of_a_plain_view_is_rolled_back_and_not_stored(
+    status: int, serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(work := failing_once(lambda: HttpResponse(status=status))))
     assert sender.send().status_code == status
     assert not Entry.objects.exists()
@@ -183,7 +213,9 @@ def test_16_returned_5xx_of_a_plain_view_is_rolled_back_and_not_stored(status: i
 
 
 @both_kinds
-def test_16_raised_error_is_rolled_back_and_not_stored(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_16_raised_error_is_rolled_back_and_not_stored(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := failing_once(raise_error)))
     assert sender.send().status_code == 500
     assert not Entry.objects.exists()
@@ -191,9 +223,14 @@ def test_16_raised_error_is_rolled_back_and_not_stored(kind: Kind, serve: Serve,
     assert (work.runs, Entry.objects.count()) == (2, 1)
 
 
-def test_16_error_in_a_later_phase_releases_the_key_and_is_resumed(serve: Serve, sender: Sender) -> None:
+def test_16_error_in_a_later_phase_releases_the_key_and_is_resumed(
+    serve: Serve, sender: Sender
+) -> None:
     serve(
-        view=two_phases(first := Counted(), second := failing_once(raise_error, lambda request: JsonResponse({}, status=201)))
+        view=two_phases(
+            first := Counted(),
+            second := failing_once(raise_error, lambda request: JsonResponse({}, status=201)),
+        )
     )
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
@@ -268,13 +305,19 @@ def large(request: HttpRequest) -> HttpResponse:
 def streaming(request: HttpRequest) -> StreamingHttpResponse:
     """Answer with a body that is made while it is sent."""
     create(request)
-    return StreamingHttpResponse((b"x" * 1000 for _ in range(2)), status=201, headers={"X-Custom": "kept"})
+    return StreamingHttpResponse(
+        (b"x" * 1000 for _ in range(2)), status=201, headers={"X-Custom": "kept"}
+    )
 
 
 @both_kinds
 @pytest.mark.parametrize("answer", [large, streaming])
 def test_17_body_that_is_not_kept_is_delivered_whole_and_its_replay_says_so(
-    answer: Callable[..., HttpResponse], kind: Kind, serve: Serve, sender: Sender, settings: Settings
+    answer: Callable[..., HttpResponse],
+    kind: Kind,
+    serve: Serve,
+    sender: Sender,
+    settings: Settings,
 ) -> None:
     settings.IDEMPOTENCY = {"MAX_STORED_BODY_BYTES": 1999}
     serve(view=kind(work := Counted(answer)))
@@ -287,7 +330,9 @@ def test_17_body_that_is_not_kept_is_delivered_whole_and_its_replay_says_so(
 
 
 @both_kinds
-def test_17_body_of_the_limit_is_kept(kind: Kind, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_17_body_of_the_limit_is_kept(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"MAX_STORED_BODY_BYTES": 2000}
     serve(view=kind(large))
     assert sender.send().content == sender.send().content == b"x" * 2000
@@ -311,9 +356,13 @@ def test_18_database_that_is_not_reachable_is_a_503_and_the_view_does_not_run(
 
 
 @both_kinds
-def test_19_deferred_constraint_that_fails_at_commit_is_never_a_success(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_19_deferred_constraint_that_fails_at_commit_is_never_a_success(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
-        entry = Entry.objects.create(name="made", idempotency_key_id=-1 if counted.runs == 1 else None)
+        entry = Entry.objects.create(
+            name="made", idempotency_key_id=-1 if counted.runs == 1 else None
+        )
         return JsonResponse({"id": entry.pk}, status=201)
 
     serve(view=kind(counted := Counted(work)))
@@ -321,5 +370,7 @@ def test_19_deferred_constraint_that_fails_at_commit_is_never_a_success(kind: Ki
     assert not Entry.objects.exists()
     assert not IdempotencyKey.objects.finished().exists()
     assert not IdempotencyKey.objects.in_flight().exists()
-    assert [json.loads(sender.send().content) for _ in range(2)] == [{"id": Entry.objects.get().pk}] * 2
+    assert [json.loads(sender.send().content) for _ in range(2)] == [
+        {"id": Entry.objects.get().pk}
+    ] * 2
     assert counted.runs == 2

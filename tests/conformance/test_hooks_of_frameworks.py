@@ -1,4 +1,5 @@
-"""Number 57, a part of it: the hooks of a framework run once for a request, as they do without @idempotent."""
+"""Number 57, a part of it: the hooks of a framework run once for a request, as they do without
+@idempotent."""
 
 import sys
 from collections.abc import Callable
@@ -142,7 +143,9 @@ def translate(error: Exception, context: Any) -> Any:
 
 @both
 @pytest.mark.parametrize("status", [200, 201, 400, 403, 409, 500])
-def test_57_finalize_response_runs_once(status: int, options: Any, hooks: Seen, serve: Serve, sender: Sender) -> None:
+def test_57_finalize_response_runs_once(
+    status: int, options: Any, hooks: Seen, serve: Serve, sender: Sender
+) -> None:
     def work(request: Any) -> Response:
         return Response({"a": 1}, status=status)
 
@@ -164,7 +167,9 @@ def test_57_finalize_response_runs_once_for_a_refusal_and_for_a_marked_response(
     options: Any, hooks: Seen, serve: Serve, sender: Sender
 ) -> None:
     serve(
-        refusing=rest(lambda request: Response(), validate=lambda request: Response(status=422), **options),
+        refusing=rest(
+            lambda request: Response(), validate=lambda request: Response(status=422), **options
+        ),
         marked=rest_outside(lambda request: not_stored(Response(status=202)), **options),
         keyless=rest(lambda request: Response(), **options),
     )
@@ -174,7 +179,9 @@ def test_57_finalize_response_runs_once_for_a_refusal_and_for_a_marked_response(
         assert hooks.finalized == [status]
 
 
-def test_57_another_response_of_an_outer_decorator_is_finalized(hooks: Seen, serve: Serve, sender: Sender) -> None:
+def test_57_another_response_of_an_outer_decorator_is_finalized(
+    hooks: Seen, serve: Serve, sender: Sender
+) -> None:
     view = rest(lambda request: Response({"a": 1}))
     protected = view.cls.post
 
@@ -199,18 +206,37 @@ def test_57_another_response_of_an_outer_decorator_is_finalized(hooks: Seen, ser
         (Broken(), translate, 500),
         (IntegrityError(), exception_handler, 500),
     ],
-    ids=["validation", "throttled", "forbidden", "missing", "uncaught", "answered", "translated", "database"],
+    ids=[
+        "validation",
+        "throttled",
+        "forbidden",
+        "missing",
+        "uncaught",
+        "answered",
+        "translated",
+        "database",
+    ],
 )
 @pytest.mark.parametrize("make", [rest, rest_outside])
 def test_57_exception_handler_of_rest_framework_runs_once(
-    make: Any, error: Exception, answer: Any, status: int, options: Any, hooks: Seen, serve: Serve, sender: Sender
+    make: Any,
+    error: Exception,
+    answer: Any,
+    status: int,
+    options: Any,
+    hooks: Seen,
+    serve: Serve,
+    sender: Sender,
 ) -> None:
     hooks.answer = answer
     serve(view=make(raising(error), **options))
     if options and make is rest and status in (400, 404):
         # The response was not stored by a phase. Its view has a mistake, which is another error.
         assert sender.send().status_code == 500
-        assert [type(found).__name__ for found in hooks.errors] == [type(error).__name__, "ResponseNotCommitted"]
+        assert [type(found).__name__ for found in hooks.errors] == [
+            type(error).__name__,
+            "ResponseNotCommitted",
+        ]
         return
     assert sender.send().status_code == status
     assert hooks.errors == [error]
@@ -244,7 +270,9 @@ def wrapped_failure() -> Exception:
     return error
 
 
-def test_57_exception_handler_runs_once_for_the_completer(hooks: Seen, serve: Serve, sender: Sender) -> None:
+def test_57_exception_handler_runs_once_for_the_completer(
+    hooks: Seen, serve: Serve, sender: Sender
+) -> None:
     hooks.answer = server_error
     serve(view=rest(raising(Broken("out of luck")), **PHASED))
     assert sender.send().status_code == 500
@@ -275,6 +303,7 @@ def operation(api: NinjaAPI, work: Work, *, is_async: bool, **options: Any) -> N
         @decorate_view(ninja.idempotent(**options))
         async def view_async(request: HttpRequest) -> Any:
             return await sync_to_async(respond)(request)
+
     else:
 
         @api.post("/view/")
@@ -307,7 +336,13 @@ def raise_another(error: Exception) -> HttpResponse:
     ids=["raised", "translated", "500", "503", "429"],
 )
 def test_57_exception_handler_of_ninja_runs_once(
-    answer: Any, status: int, is_async: bool, options: Any, api: NinjaAPI, settings: Settings, sender: Sender
+    answer: Any,
+    status: int,
+    is_async: bool,
+    options: Any,
+    api: NinjaAPI,
+    settings: Settings,
+    sender: Sender,
 ) -> None:
     errors: list[Exception] = []
     uncaught: list[Any] = []
@@ -329,7 +364,9 @@ def test_57_exception_handler_of_ninja_runs_once(
     finally:
         got_request_exception.disconnect(note)
     assert errors == [error]
-    assert uncaught == ([Broken] if answer is raise_again else [Translated] if answer is raise_another else [])
+    assert uncaught == (
+        [Broken] if answer is raise_again else [Translated] if answer is raise_another else []
+    )
     assert not Entry.objects.exists()
     assert not IdempotencyKey.objects.in_flight().exists()
 
@@ -358,7 +395,13 @@ class Handlers:
 @pytest.mark.parametrize("store_5xx", [False, True])
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(Http404(), 404), (PermissionDenied(), 403), (BadRequest(), 400), (SuspiciousOperation(), 400), (Broken(), 500)],
+    [
+        (Http404(), 404),
+        (PermissionDenied(), 403),
+        (BadRequest(), 400),
+        (SuspiciousOperation(), 400),
+        (Broken(), 500),
+    ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -380,7 +423,9 @@ def test_57_handlers_of_django_run_once(
         uncaught.append(sender)
 
     work = raising(error)
-    view = idempotent(**options)(lambda request: in_phases(request, work) if late else work(request))
+    view = idempotent(**options)(
+        lambda request: in_phases(request, work) if late else work(request)
+    )
     settings.IDEMPOTENCY = {"STORE_5XX": store_5xx}
     settings.ROOT_URLCONF = urls = Handlers(view)
     got_request_exception.connect(note)

@@ -26,17 +26,28 @@ def event_id(request: HttpRequest) -> str | None:
     ("key_from", "sent"),
     {
         "body:idempotency_key": {"body": {"idempotency_key": "abc", "a": 1}},
-        "form:token": {"body": "token=abc&a=1", "content_type": "application/x-www-form-urlencoded"},
+        "form:token": {
+            "body": "token=abc&a=1",
+            "content_type": "application/x-www-form-urlencoded",
+        },
         event_id: {"headers": {"X-Event-Id": "abc"}},
     }.items(),
     ids=["body", "form", "function"],
 )
 def test_06_key_is_found_outside_the_header(
-    key_from: str | Callable[..., str], sent: dict[str, object], kind: Kind, serve: Serve, sender: Sender
+    key_from: str | Callable[..., str],
+    sent: dict[str, object],
+    kind: Kind,
+    serve: Serve,
+    sender: Sender,
 ) -> None:
     serve(view=kind(work := Counted(), key_from=key_from))
     first, second = (sender.send(key=None, **sent) for _ in range(2))
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert IdempotencyKey.objects.get().idempotency_key == "abc"
     assert problem(sender.send(key="other", **sent))["code"] == "key_invalid"
     assert sender.send(key="abc", **sent).content == first.content
@@ -54,7 +65,9 @@ def test_06_no_key_there_is_no_key(body: object, kind: Kind, serve: Serve, sende
 
 @both_kinds
 @pytest.mark.parametrize("value", ["", 1, ["abc"], {"a": 1}, "ä", "a\nb", "x" * 256])
-def test_06_what_is_no_key_is_refused(value: object, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_06_what_is_no_key_is_refused(
+    value: object, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted(), key_from="body:idempotency_key"))
     assert problem(sender.send(key=None, body={"idempotency_key": value}))["code"] == "key_invalid"
     assert (work.runs, IdempotencyKey.objects.count()) == (0, 0)
@@ -67,7 +80,9 @@ def test_06_a_place_that_does_not_exist_is_refused_at_decoration(key_from: objec
 
 
 @both_kinds
-def test_04_a_validator_is_a_setting(kind: Kind, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_04_a_validator_is_a_setting(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"KEY_VALIDATOR": RegexValidator(r"^[0-9a-f-]{36}$", "Send a UUID.")}
     serve(view=kind(work := Counted()))
     refused = problem(sender.send(key="abc"))

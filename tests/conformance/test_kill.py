@@ -1,4 +1,5 @@
-"""Number 13: ``kill -9`` at any point. Real processes, killed before and after each exchange with the server."""
+"""Number 13: ``kill -9`` at any point. Real processes, killed before and after each exchange with
+the server."""
 
 import subprocess
 import sys
@@ -61,12 +62,17 @@ def test_13_kill_at_any_point_leaves_work_and_completion_both_or_neither(
         killed += 1
 
         row = IdempotencyKey.objects.filter(idempotency_key=key).first()
-        state, entries = row.recovery_point if row else "no row", Entry.objects.filter(name__endswith=f" {key}").count()
+        state, entries = (
+            row.recovery_point if row else "no row",
+            Entry.objects.filter(name__endswith=f" {key}").count(),
+        )
         left.add((state, entries))
 
         make_older(91, "locked_until")
         # The database ends the transaction of the dead as soon as it notices.
-        response = eventually(lambda: (response := _retry(sender, kind, key)).status_code != 409 and response)  # noqa: B023
+        response = eventually(
+            lambda: (response := _retry(sender, kind, key)).status_code != 409 and response
+        )  # noqa: B023
         assert response.status_code == 201
         assert Entry.objects.filter(name__endswith=f" {key}").count() == 2
         again = _retry(sender, kind, key)
@@ -91,10 +97,16 @@ def test_13_kill_at_any_point_leaves_the_kept_writes_or_nothing(
         killed += end == "killed"
         entries = Entry.objects.filter(name__endswith=f" {key}")
         left.add(before := entries.count())
-        response = eventually(lambda: (response := _retry(sender, "kept", key)).status_code != 409 and response)  # noqa: B023
+        response = eventually(
+            lambda: (response := _retry(sender, "kept", key)).status_code != 409 and response
+        )  # noqa: B023
         assert (response.status_code, "Idempotent-Replayed" in response) == (201, False)
         assert entries.count() == before + 2
-        assert not IdempotencyKey.objects.filter(idempotency_key=key).exclude(scope__startswith="expired:").exists()
+        assert (
+            not IdempotencyKey.objects.filter(idempotency_key=key)
+            .exclude(scope__startswith="expired:")
+            .exists()
+        )
     assert (end, left) == ("answered 2xx", {0, 2})
     assert killed >= 12
 

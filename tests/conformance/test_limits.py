@@ -23,7 +23,12 @@ pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 Kind = Callable[..., View]
 Serve = Callable[..., None]
 
-LIMITS = ("lock_timeout", "idle_in_transaction_session_timeout", "statement_timeout", "transaction_timeout")
+LIMITS = (
+    "lock_timeout",
+    "idle_in_transaction_session_timeout",
+    "statement_timeout",
+    "transaction_timeout",
+)
 IDLE = "idle_in_transaction_session_timeout"
 #: Milliseconds: no limit, a stricter one than any of the app, and a looser one.
 NONE, STRICT, LOOSE = 0, 3_000, 86_400_000
@@ -32,7 +37,9 @@ NONE, STRICT, LOOSE = 0, 3_000, 86_400_000
 def read() -> dict[str, int]:
     """Return the limits that hold now, in milliseconds."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT name, setting::int FROM pg_settings WHERE name = ANY(%s)", [[*LIMITS]])
+        cursor.execute(
+            "SELECT name, setting::int FROM pg_settings WHERE name = ANY(%s)", [[*LIMITS]]
+        )
         return dict(cursor.fetchall())
 
 
@@ -40,7 +47,9 @@ def read() -> dict[str, int]:
 def role_with(milliseconds: int) -> Iterator[None]:
     """Give the role of the tests these limits in this database, on a new connection."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT format('ALTER ROLE %I IN DATABASE %I', current_user, current_database())")
+        cursor.execute(
+            "SELECT format('ALTER ROLE %I IN DATABASE %I', current_user, current_database())"
+        )
         (alter,) = cursor.fetchone()
         known = list(read())
         for name in known:
@@ -88,7 +97,9 @@ def test_58_a_request_only_lowers_the_limits_of_the_role(
 
 
 @both_kinds
-def test_58_the_limits_follow_the_lease_of_the_view(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_58_the_limits_follow_the_lease_of_the_view(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     seen = seen_by(partial(kind, lease_seconds=600), serve, sender, "key")
     assert seen[IDLE] == 600_000
     assert kind is not phased or seen["lock_timeout"] == 600_000
@@ -96,7 +107,9 @@ def test_58_the_limits_follow_the_lease_of_the_view(kind: Kind, serve: Serve, se
 
 
 @both_kinds
-def test_58_a_limit_that_changes_between_requests_is_not_raised(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_58_a_limit_that_changes_between_requests_is_not_raised(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     for number, limit in enumerate([STRICT, NONE, LOOSE, STRICT // 2, STRICT, NONE, NONE]):
         with connection.cursor() as cursor:
             cursor.execute(f"SET {IDLE} = {limit}")
@@ -108,7 +121,9 @@ def test_58_a_limit_that_changes_between_requests_is_not_raised(kind: Kind, serv
 
 
 @pytest.mark.parametrize(("limit", "idle"), [(NONE, 60_000), (STRICT, STRICT), (LOOSE, 60_000)])
-def test_58_a_message_only_lowers_the_limits_of_the_role(limit: int, idle: int, settings: Settings) -> None:
+def test_58_a_message_only_lowers_the_limits_of_the_role(
+    limit: int, idle: int, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"INBOX_IDLE_SECONDS": 60}
     with role_with(limit):
         with process_once("stripe", "evt_1") as first:
@@ -139,7 +154,8 @@ def test_58_a_delivery_waits_for_another_one_no_longer_than_the_role_allows() ->
 
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 def test_58_the_limits_take_no_snapshot(isolation: Any, serve: Serve, sender: Sender) -> None:
-    """What is committed before the first statement of a phase is seen in it, as after LOCK TABLE."""
+    """What is committed before the first statement of a phase is seen in it, as after LOCK
+    TABLE."""
     seen: list[int] = []
 
     def work(request: HttpRequest) -> HttpResponseBase:

@@ -1,4 +1,5 @@
-"""Number 7, further: neither key nor body stands in a line of any outcome, and each line about a key gives its hash."""
+"""Number 7, further: neither key nor body stands in a line of any outcome, and each line about a
+key gives its hash."""
 
 import json
 import logging
@@ -77,16 +78,24 @@ def send(sender: Sender, key: str = KEY, **extra: Any) -> int:
 
 
 @both_kinds
-def test_07_no_line_of_an_ordinary_request_shows_key_or_body(kind: Kind, serve: Serve, sender: Sender, lines: Lines) -> None:
+def test_07_no_line_of_an_ordinary_request_shows_key_or_body(
+    kind: Kind, serve: Serve, sender: Sender, lines: Lines
+) -> None:
     serve(view=kind(Counted()))
     assert [send(sender), send(sender), send(sender, card="other-" + BODY)] == [201, 201, 422]
-    assert [send(sender, KEY * 90), send(sender, f'"{KEY}'), send(sender, KEY + ",")] == [400, 400, 400]
+    assert [send(sender, KEY * 90), send(sender, f'"{KEY}'), send(sender, KEY + ",")] == [
+        400,
+        400,
+        400,
+    ]
     assert lines.lines
     assert lines.clean()
 
 
 @both_kinds
-def test_07_no_line_of_a_request_in_flight_shows_key_or_body(kind: Kind, serve: Serve, sender: Sender, lines: Lines) -> None:
+def test_07_no_line_of_a_request_in_flight_shows_key_or_body(
+    kind: Kind, serve: Serve, sender: Sender, lines: Lines
+) -> None:
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponseBase:
@@ -106,7 +115,9 @@ def test_07_no_line_of_a_request_in_flight_shows_key_or_body(kind: Kind, serve: 
 
 
 @both_kinds
-@pytest.mark.parametrize("failure", [HttpResponse(status=500), HttpResponse(status=503), RuntimeError("out of luck")])
+@pytest.mark.parametrize(
+    "failure", [HttpResponse(status=500), HttpResponse(status=503), RuntimeError("out of luck")]
+)
 def test_07_no_line_of_a_failure_shows_key_or_body(
     kind: Kind, failure: Any, serve: Serve, sender: Sender, lines: Lines
 ) -> None:
@@ -122,7 +133,9 @@ def test_07_no_line_of_a_failure_shows_key_or_body(
 
 
 @pytest.mark.postgres
-def test_07_no_line_of_a_serialization_failure_shows_key_or_body(serve: Serve, sender: Sender, lines: Lines) -> None:
+def test_07_no_line_of_a_serialization_failure_shows_key_or_body(
+    serve: Serve, sender: Sender, lines: Lines
+) -> None:
     runs = []
 
     def work(request: HttpRequest) -> HttpResponseBase:
@@ -131,7 +144,9 @@ def test_07_no_line_of_a_serialization_failure_shows_key_or_body(serve: Serve, s
             with connection.cursor() as cursor:
                 text = f"could not serialize {KEY} {BODY}"
                 cursor.execute(
-                    "DO $$ BEGIN RAISE EXCEPTION 'out of luck' USING ERRCODE = '40001', DETAIL = '" + text + "'; END $$"
+                    "DO $$ BEGIN RAISE EXCEPTION 'out of luck' USING ERRCODE = '40001', DETAIL = '"
+                    + text
+                    + "'; END $$"
                 )
         return create(request)
 
@@ -159,7 +174,9 @@ def abandoned(key: IdempotencyKey) -> HttpResponseBase:
 FORGED = "a\n2026-01-01 ERROR forged\x1b[2K\r\u2028ü"
 
 
-def test_07_the_text_of_a_client_is_one_printable_line(serve: Serve, sender: Sender, lines: Lines, settings: Any) -> None:
+def test_07_the_text_of_a_client_is_one_printable_line(
+    serve: Serve, sender: Sender, lines: Lines, settings: Any
+) -> None:
     def gives_up(request: HttpRequest) -> HttpResponseBase:
         raise KeyStuck(json.loads(request.body)["card"])
 
@@ -179,7 +196,9 @@ def test_07_the_text_of_a_client_is_one_printable_line(serve: Serve, sender: Sen
         assert r"a\n2026-01-01 ERROR forged\x1b[2K\r\u2028ü" in record.getMessage()
 
 
-def test_07_each_line_about_a_key_names_it_by_its_hash(serve: Serve, sender: Sender, lines: Lines, settings: Any) -> None:
+def test_07_each_line_about_a_key_names_it_by_its_hash(
+    serve: Serve, sender: Sender, lines: Lines, settings: Any
+) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 1}
     serve(
         stuck=two_phases(lambda request: None, refused),
@@ -188,7 +207,12 @@ def test_07_each_line_about_a_key_names_it_by_its_hash(serve: Serve, sender: Sen
         bodiless=two_phases(lambda request: None, failing, store_body=False),
     )
     names = ("stuck", "failing", "settled", "bodiless")
-    assert [send(sender, f"{KEY}-{name}", url=f"/{name}/") for name in names] == [409, 500, 500, 500]
+    assert [send(sender, f"{KEY}-{name}", url=f"/{name}/") for name in names] == [
+        409,
+        500,
+        500,
+        500,
+    ]
     # A retry of the client's resumes it, and fails again.
     assert send(sender, f"{KEY}-failing", url="/failing/") == 500
     settled = IdempotencyKey.objects.filter(request_path="/settled/")
@@ -208,4 +232,7 @@ def test_07_each_line_about_a_key_names_it_by_its_hash(serve: Serve, sender: Sen
     assert lines.key_hashes == named
     assert lines.clean()
     said = "\n".join(lines.own())
-    assert all(text in said for text in ("is stuck (", "is resumed at", "could not finish key", "on_abandon of key"))
+    assert all(
+        text in said
+        for text in ("is stuck (", "is resumed at", "could not finish key", "on_abandon of key")
+    )

@@ -27,9 +27,12 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def shows_no_key(logged: pytest.LogCaptureFixture) -> bool:
-    """Whether the key is neither in a line, a traceback included, nor in what a formatter could make one of."""
+    """Whether the key is neither in a line, a traceback included, nor in what a formatter could
+    make one of."""
     assert logged.records
-    return SECRET not in logged.text and not any(SECRET in repr(vars(record)) for record in logged.records)
+    return SECRET not in logged.text and not any(
+        SECRET in repr(vars(record)) for record in logged.records
+    )
 
 
 def failing(request: HttpRequest) -> HttpResponseBase:
@@ -42,7 +45,9 @@ def test_07_requests_of_all_outcomes_are_logged_without_the_key(
 ) -> None:
     serve(view=kind(create), failing=kind(failing))
 
-    first, again, other = (sender.send(key=SECRET, body=body) for body in ({"a": 1}, {"a": 1}, {"a": 2}))
+    first, again, other = (
+        sender.send(key=SECRET, body=body) for body in ({"a": 1}, {"a": 1}, {"a": 2})
+    )
     failed = sender.send("/failing/", key=f"{SECRET}-2")
     bad = sender.send(key=f'"{SECRET}')
 
@@ -53,7 +58,9 @@ def test_07_requests_of_all_outcomes_are_logged_without_the_key(
 
 
 @pytest.mark.postgres
-def test_07_a_resumed_key_is_logged_by_its_hash(serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture) -> None:
+def test_07_a_resumed_key_is_logged_by_its_hash(
+    serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture
+) -> None:
     work = Counted(failing)
     serve(view=two_phases(lambda request: None, work))
     assert sender.send(key=SECRET).status_code == 500
@@ -67,7 +74,9 @@ def test_07_a_resumed_key_is_logged_by_its_hash(serve: Serve, sender: Sender, lo
 
 
 @pytest.mark.postgres
-def test_07_a_key_for_a_person_is_logged_by_its_hash(serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture) -> None:
+def test_07_a_key_for_a_person_is_logged_by_its_hash(
+    serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture
+) -> None:
     def stuck(request: HttpRequest) -> HttpResponseBase:
         raise KeyStuck("nobody knows")
 
@@ -80,7 +89,9 @@ def test_07_a_key_for_a_person_is_logged_by_its_hash(serve: Serve, sender: Sende
 
 
 @pytest.mark.postgres
-def test_07_completer_and_reaper_log_no_key(serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture) -> None:
+def test_07_completer_and_reaper_log_no_key(
+    serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture
+) -> None:
     serve(view=phased(failing), finished=plain(create))
     assert sender.send(key=SECRET).status_code == 500
     assert sender.send("/finished/", key=f"{SECRET}-2").status_code == 201

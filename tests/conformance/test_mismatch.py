@@ -44,17 +44,25 @@ def test_25_mismatch_is_refused_and_the_original_still_replays(
 
 @both_kinds
 @pytest.mark.parametrize("status", [400, 409])
-def test_25_status_is_a_setting(status: int, kind: Kind, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_25_status_is_a_setting(
+    status: int, kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"MISMATCH_STATUS": status}
     serve(view=kind(Counted()))
     sender.send()
     refused = sender.send(body={"a": 2})
-    assert (refused.status_code, problem(refused)["code"], problem(refused)["status"]) == (status, "key_reused", status)
+    assert (refused.status_code, problem(refused)["code"], problem(refused)["status"]) == (
+        status,
+        "key_reused",
+        status,
+    )
 
 
 @both_kinds
 @pytest.mark.postgres
-def test_26_mismatch_on_a_key_in_flight_is_a_mismatch(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_26_mismatch_on_a_key_in_flight_is_a_mismatch(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
@@ -79,7 +87,9 @@ def test_26_mismatch_on_a_key_in_flight_is_a_mismatch(kind: Kind, serve: Serve, 
         (phased, plain),
     ],
 )
-def test_26_mismatch_is_seen_across_kinds(running_kind: Kind, asking_kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_26_mismatch_is_seen_across_kinds(
+    running_kind: Kind, asking_kind: Kind, serve: Serve, sender: Sender
+) -> None:
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
@@ -109,7 +119,9 @@ def test_26_mismatch_is_seen_across_kinds(running_kind: Kind, asking_kind: Kind,
         (r'{"a": "\u00e9"}', '{"a": "é"}'),
     ],
 )
-def test_27_the_same_value_is_the_same_request(first: str, second: str, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_27_the_same_value_is_the_same_request(
+    first: str, second: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     assert sender.send(body=first).content == sender.send(body=second).content
     assert work.runs == 1
@@ -126,14 +138,18 @@ def test_27_the_same_value_is_the_same_request(first: str, second: str, kind: Ki
         ('{"a": 1.0}', '{"a": "1.0"}'),
     ],
 )
-def test_27_another_value_is_another_request(first: str, second: str, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_27_another_value_is_another_request(
+    first: str, second: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(Counted()))
     sender.send(body=first)
     assert sender.send(body=second).status_code == 422
 
 
 @both_kinds
-def test_27_multipart_with_a_new_boundary_is_the_same_request(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_27_multipart_with_a_new_boundary_is_the_same_request(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     responses = []
     for boundary in ("first", "second"):
@@ -147,7 +163,9 @@ def test_27_multipart_with_a_new_boundary_is_the_same_request(kind: Kind, serve:
 
 
 @both_kinds
-@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "content_type", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
 def test_27_form_with_a_fresh_csrf_token_is_the_same_request(
     content_type: str, kind: Kind, serve: Serve, sender: Sender
 ) -> None:
@@ -173,7 +191,10 @@ def test_27_retry_by_another_address_is_the_same_request_unless_the_site_says_ot
     serve(view=kind(work := Counted()))
     assert sender.send().content == sender.send(**other).content
     settings.IDEMPOTENCY = {"FINGERPRINT_HOST": True}
-    assert [sender.send(key="two").status_code, sender.send(key="two", **other).status_code] == [201, 422]
+    assert [sender.send(key="two").status_code, sender.send(key="two", **other).status_code] == [
+        201,
+        422,
+    ]
     assert work.runs == 2
 
 
@@ -186,10 +207,19 @@ def test_27_headers_do_not_count(kind: Kind, serve: Serve, sender: Sender) -> No
 
 
 @both_kinds
-def test_28_the_error_shows_no_stored_data_no_difference_and_no_key(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_28_the_error_shows_no_stored_data_no_difference_and_no_key(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(lambda request: HttpResponse("stored-answer")))
     sender.send(key="secret-key", body={"field-one": "value-one"})
     refused = sender.send(key="secret-key", body={"field-two": "value-two"})
     shown = refused.content.decode() + json.dumps(dict(refused.items()))
-    for private in ("stored-answer", "secret-key", "field-one", "value-one", "field-two", "value-two"):
+    for private in (
+        "stored-answer",
+        "secret-key",
+        "field-one",
+        "value-one",
+        "field-two",
+        "value-two",
+    ):
         assert private not in shown

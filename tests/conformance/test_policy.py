@@ -34,7 +34,9 @@ def policy() -> dict[str, Any]:
 
 
 @both_kinds
-@pytest.mark.parametrize("values", [{}, {"HEADER_NAMES": ["X-Key"], "KEY_MIN_LENGTH": 3, "KEY_MAX_LENGTH": 9}])
+@pytest.mark.parametrize(
+    "values", [{}, {"HEADER_NAMES": ["X-Key"], "KEY_MIN_LENGTH": 3, "KEY_MAX_LENGTH": 9}]
+)
 def test_37_printed_header_and_limits_are_those_that_hold(
     kind: Kind, values: dict[str, Any], serve: Serve, sender: Sender, settings: Settings
 ) -> None:
@@ -42,14 +44,23 @@ def test_37_printed_header_and_limits_are_those_that_hold(
     serve(view=kind(Counted()))
     told = policy()
     [name] = told["headers"]
-    lengths = (told["key_min_length"], told["key_max_length"], told["key_min_length"] - 1, told["key_max_length"] + 1)
-    sent = [sender.send(key=None, headers={name: "k" * length}, body=length).status_code for length in lengths]
+    lengths = (
+        told["key_min_length"],
+        told["key_max_length"],
+        told["key_min_length"] - 1,
+        told["key_max_length"] + 1,
+    )
+    sent = [
+        sender.send(key=None, headers={name: "k" * length}, body=length).status_code
+        for length in lengths
+    ]
     assert sent == [201, 201, 400, 400]
     assert (sender.send(key=None).status_code == 400) is told["required"]
 
 
 def refusing_outside(work: Work) -> View:
-    """Return a phased view that stores a success in a phase, and returns a refusal from outside of it."""
+    """Return a phased view that stores a success in a phase, and returns a refusal from outside of
+    it."""
 
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -65,7 +76,9 @@ def refusing_outside(work: Work) -> View:
 
 
 @pytest.mark.parametrize("kind", [plain, refusing_outside])
-def test_37_printed_statuses_are_stored_and_the_others_are_not(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_37_printed_statuses_are_stored_and_the_others_are_not(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     statuses = [200, 201, 204, 302, 400, 401, 403, 404, 408, 409, 412, 422, 425, 428, 429, 500, 503]
 
     def work(request: HttpRequest) -> HttpResponse:
@@ -75,12 +88,19 @@ def test_37_printed_statuses_are_stored_and_the_others_are_not(kind: Kind, serve
     told = policy()
     for status in statuses:
         sender.send(key=f"key-{status}", body=status)
-        stored = f"{status // 100}xx" in told["stored_statuses"] and status not in told["never_stored_statuses"]
-        finished = IdempotencyKey.objects.finished().filter(idempotency_key=f"key-{status}").exists()
+        stored = (
+            f"{status // 100}xx" in told["stored_statuses"]
+            and status not in told["never_stored_statuses"]
+        )
+        finished = (
+            IdempotencyKey.objects.finished().filter(idempotency_key=f"key-{status}").exists()
+        )
         assert finished is stored, status
 
 
-def test_37_printed_retention_is_the_time_after_which_the_key_is_new(serve: Serve, sender: Sender) -> None:
+def test_37_printed_retention_is_the_time_after_which_the_key_is_new(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(work := Counted()))
     sender.send()
     seconds = policy()["retention_hours"] * 3600

@@ -1,4 +1,5 @@
-"""Numbers 15, 36, 39, 40 and 48: what the reaper and the completer do, as clients and the rows see it."""
+"""Numbers 15, 36, 39, 40 and 48: what the reaper and the completer do, as clients and the rows see
+it."""
 
 import io
 from collections.abc import Callable
@@ -37,7 +38,8 @@ def run(command: str) -> str:
 
 
 class Leaving:
-    """A call between two phases that fails as often as it is told to, and counts how often it was made."""
+    """A call between two phases that fails as often as it is told to, and counts how often it was
+    made."""
 
     def __init__(self, failures: int) -> None:
         self.failures, self.made = failures, 0
@@ -55,9 +57,15 @@ def begin(request: HttpRequest) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 408, 412, 425, 428, 429])
-def test_15_a_refused_request_is_its_clients_alone(status: int, serve: Serve, sender: Sender) -> None:
+def test_15_a_refused_request_is_its_clients_alone(
+    status: int, serve: Serve, sender: Sender
+) -> None:
     answers = [HttpResponse(status=503), HttpResponse(status=status)]
-    serve(view=phased_outside(work := Counted(lambda request: answers.pop(0) if answers else HttpResponse(status=404))))
+    serve(
+        view=phased_outside(
+            work := Counted(lambda request: answers.pop(0) if answers else HttpResponse(status=404))
+        )
+    )
     assert [sender.send().status_code for _ in range(2)] == [503, status]
     abandon()
     run("complete_keys")
@@ -71,12 +79,14 @@ def test_15_a_refused_request_is_its_clients_alone(status: int, serve: Serve, se
 
 
 def left_to_its_client(sender: Sender, answers: list[HttpResponse], **sent: Any) -> bool:
-    """Send the request, let both processes find its key until its retention is over, and send it again; return whether the
-    key waited for its client."""
+    """Send the request, let both processes find its key until its retention is over, and send it
+    again; return whether the key waited for its client."""
     assert sender.send(**sent).status_code == 500
     abandon()
     run("complete_keys")
-    waited = IdempotencyKey.objects.refused().exists() and not IdempotencyKey.objects.stuck().exists()
+    waited = (
+        IdempotencyKey.objects.refused().exists() and not IdempotencyKey.objects.stuck().exists()
+    )
     past_the_retention()
     run("complete_keys")
     run("reap_keys")
@@ -104,19 +114,26 @@ def test_15_request_that_is_not_stored_whole_waits_for_its_client_if_nothing_was
     assert left_to_its_client(sender, answers, **sent)
 
 
-def test_15_request_that_is_not_stored_whole_waits_even_if_the_reaper_finds_it_first(serve: Serve, sender: Sender) -> None:
+def test_15_request_that_is_not_stored_whole_waits_even_if_the_reaper_finds_it_first(
+    serve: Serve, sender: Sender
+) -> None:
     answers: list[HttpResponse] = []
     serve(view=phased(lambda request: answers.pop(), store_body=False))
     assert sender.send().status_code == 500
     past_the_retention()  # before the completer has seen it
     IdempotencyKey.objects.update(locked_until=Now() - timedelta(hours=1))
     run("reap_keys")
-    assert (IdempotencyKey.objects.stuck().count(), IdempotencyKey.objects.refused().count()) == (0, 1)
+    assert (IdempotencyKey.objects.stuck().count(), IdempotencyKey.objects.refused().count()) == (
+        0,
+        1,
+    )
     answers.append(HttpResponse("done", status=201))
     assert sender.send().content == b"done"
 
 
-def test_15_request_that_is_not_stored_whole_needs_a_person_if_something_was_begun(serve: Serve, sender: Sender) -> None:
+def test_15_request_that_is_not_stored_whole_needs_a_person_if_something_was_begun(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=two_phases(begin, create, call=Leaving(9), store_body=False))
     assert sender.send().status_code == 500
     abandon()
@@ -125,7 +142,9 @@ def test_15_request_that_is_not_stored_whole_needs_a_person_if_something_was_beg
 
 
 @pytest.mark.parametrize("status", [403, 429])
-def test_15_a_refusal_after_something_was_begun_does_not_end_the_request(status: int, serve: Serve, sender: Sender) -> None:
+def test_15_a_refusal_after_something_was_begun_does_not_end_the_request(
+    status: int, serve: Serve, sender: Sender
+) -> None:
     answers = [HttpResponse(status=503), HttpResponse(status=status)]
 
     def pay(request: HttpRequest) -> HttpResponse:
@@ -175,7 +194,11 @@ def test_48_what_only_the_rebuilt_request_was_answered_is_not_the_clients_answer
     settings.ALLOWED_HOSTS = allowed
     assert IdempotencyKey.objects.unfinished().count() == 1
     answered = sender.send(headers=headers)
-    assert (answered.status_code, "Idempotent-Replayed" in answered, Entry.objects.count()) == (201, False, 1)
+    assert (answered.status_code, "Idempotent-Replayed" in answered, Entry.objects.count()) == (
+        201,
+        False,
+        1,
+    )
 
 
 @both_kinds
@@ -207,7 +230,9 @@ def test_36_a_key_in_flight_is_never_touched(serve: Serve, sender: Sender) -> No
     assert running.result().status_code == 201
 
 
-def test_36_unfinished_keys_past_the_retention_are_reported_and_wait_for_a_person(serve: Serve, sender: Sender) -> None:
+def test_36_unfinished_keys_past_the_retention_are_reported_and_wait_for_a_person(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=two_phases(begin, create, call=Leaving(1)))
     assert sender.send().status_code == 500
     past_the_retention()
@@ -230,11 +255,17 @@ def test_36_on_abandon_settles_them_once(serve: Serve, sender: Sender) -> None:
     past_the_retention()
     run("reap_keys"), run("reap_keys")
     again = sender.send()
-    assert (again.status_code, again.json(), again["Idempotent-Replayed"]) == (410, {"refunded": True}, "true")
+    assert (again.status_code, again.json(), again["Idempotent-Replayed"]) == (
+        410,
+        {"refunded": True},
+        "true",
+    )
     assert len(settled) == 1
 
 
-def test_39_the_completer_finishes_what_its_client_left_as_its_own_user(serve: Serve, sender: Sender) -> None:
+def test_39_the_completer_finishes_what_its_client_left_as_its_own_user(
+    serve: Serve, sender: Sender
+) -> None:
     def second(request: HttpRequest) -> HttpResponse:
         assert request.user == sender.user
         return create(request)
@@ -262,7 +293,9 @@ def test_39_several_completers_run_no_key_at_once(serve: Serve, sender: Sender) 
     assert Entry.objects.count() == 16
 
 
-def test_39_after_its_attempts_a_key_is_stuck(serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_39_after_its_attempts_a_key_is_stuck(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
     serve(view=two_phases(begin, create, call=(call := Leaving(100))))
     sender.send()
@@ -285,7 +318,9 @@ def test_39_an_answer_that_is_not_stored_is_no_success(serve: Serve, sender: Sen
     assert (key.finished_at, key.completer_attempts) == (None, 1)
 
 
-def test_40_work_whose_downstream_key_has_expired_is_not_done_again(serve: Serve, sender: Sender) -> None:
+def test_40_work_whose_downstream_key_has_expired_is_not_done_again(
+    serve: Serve, sender: Sender
+) -> None:
     calls: list[str] = []
 
     def second(request: HttpRequest) -> HttpResponse:
@@ -298,7 +333,11 @@ def test_40_work_whose_downstream_key_has_expired_is_not_done_again(serve: Serve
     assert sender.send().status_code == 500
     make_older(24 * HOUR, "created_at", "last_run_at")
     refused = sender.send()
-    assert (refused.status_code, problem(refused)["code"], problem(refused)["retryable"]) == (409, "key_stuck", False)
+    assert (refused.status_code, problem(refused)["code"], problem(refused)["retryable"]) == (
+        409,
+        "key_stuck",
+        False,
+    )
     assert IdempotencyKey.objects.get().stuck_code == "downstream_key_expired"
     run("complete_keys")
     assert len(calls) == 1

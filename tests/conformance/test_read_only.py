@@ -27,9 +27,11 @@ pytestmark = pytest.mark.postgres
 def is_unavailable(answer: HttpResponse) -> bool:
     """Whether the answer sends its client round again."""
     told = problem(answer)
-    return (answer.status_code, told["code"], told["retryable"]) == (503, "database_unavailable", True) and (
-        int(answer["Retry-After"]) >= 1
-    )
+    return (answer.status_code, told["code"], told["retryable"]) == (
+        503,
+        "database_unavailable",
+        True,
+    ) and (int(answer["Retry-After"]) >= 1)
 
 
 def execute(statement: str) -> Any:
@@ -65,15 +67,23 @@ def test_52_request_to_a_read_only_database_is_a_503_and_the_view_does_not_run(
 
 
 @both_kinds
-def test_52_read_only_connection_is_not_used_again(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_52_read_only_connection_is_not_used_again(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(Counted(), scope=lambda request: "one"))
     execute("SET default_transaction_read_only = on")
     assert is_unavailable(sender.send())
     assert sender.send().status_code == 201
 
 
-def test_52_database_made_read_only_between_two_phases_is_a_503_and_the_retry_resumes(serve: Serve, sender: Sender) -> None:
-    calls = Counted(lambda request: execute("SET default_transaction_read_only = on") if calls.runs == 1 else None)
+def test_52_database_made_read_only_between_two_phases_is_a_503_and_the_retry_resumes(
+    serve: Serve, sender: Sender
+) -> None:
+    calls = Counted(
+        lambda request: (
+            execute("SET default_transaction_read_only = on") if calls.runs == 1 else None
+        )
+    )
     serve(view=two_phases(first := Counted(), write, call=partial(calls, None)))
     assert is_unavailable(sender.send())
     assert sender.send().status_code == 201
@@ -109,7 +119,11 @@ def standby(short_folder: Path, transactional_db: None) -> Iterator[Standby]:
 def test_52_standby_is_a_503_until_it_is_promoted(
     serve: Serve, sender: Sender, standby: Standby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = {"plain": plain, "serializable": partial(plain, isolation="serializable"), "phased": phased}
+    kinds = {
+        "plain": plain,
+        "serializable": partial(plain, isolation="serializable"),
+        "phased": phased,
+    }
     serve(**{name: kind(Counted(), scope=lambda request: "one") for name, kind in kinds.items()})
     urls = [f"/{name}/" for name in kinds]
     assert [sender.send(url, key=f"{url}-old").status_code for url in urls] == [201] * 3
@@ -124,6 +138,10 @@ def test_52_standby_is_a_503_until_it_is_promoted(
             assert is_unavailable(sender.send(url, key=f"{url}-new"))
             assert is_unavailable(sender.send(url, key=f"{url}-old"))
         standby.execute("SELECT pg_promote()")
-        assert [sender.send(url, key=f"{url}-{which}").status_code for url in urls for which in ("new", "old")] == [201] * 6
+        assert [
+            sender.send(url, key=f"{url}-{which}").status_code
+            for url in urls
+            for which in ("new", "old")
+        ] == [201] * 6
         assert Entry.objects.count() == 6
         connection.close()

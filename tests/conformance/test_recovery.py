@@ -22,7 +22,8 @@ POINTS = ["one", "two", "three"]
 
 
 class FourPhases:
-    """A view of four phases that notes which it enters, derives a key in each, and fails in those of ``fail_in``."""
+    """A view of four phases that notes which it enters, derives a key in each, and fails in those
+    of ``fail_in``."""
 
     def __init__(self) -> None:
         self.entered: list[str] = []
@@ -73,16 +74,24 @@ def test_38_each_phase_may_fail_once(serve: Serve, sender: Sender) -> None:
     assert Entry.objects.count() == 4
     key = IdempotencyKey.objects.get()
     assert key.attempts == 5
-    assert [event["detail"] for event in key.history if event["event"] == "recovery point"] == POINTS
+    assert [
+        event["detail"] for event in key.history if event["event"] == "recovery point"
+    ] == POINTS
 
 
 @both_kinds
 def test_46_stuck_key_answers_without_running(kind: Kind, serve: Serve, sender: Sender) -> None:
     serve(view=two_phases(lambda request: None, work := Counted(_fail)))
     sender.send()
-    IdempotencyKey.objects.update(stuck_at=timezone.now(), stuck_code="by_hand", stuck_reason="A person is looking.")
+    IdempotencyKey.objects.update(
+        stuck_at=timezone.now(), stuck_code="by_hand", stuck_reason="A person is looking."
+    )
     response = sender.send()
-    assert (response.status_code, problem(response)["code"], problem(response)["retryable"]) == (409, "key_stuck", False)
+    assert (response.status_code, problem(response)["code"], problem(response)["retryable"]) == (
+        409,
+        "key_stuck",
+        False,
+    )
     assert b"person is looking" not in response.content
     assert work.runs == 1
 
@@ -107,7 +116,11 @@ def test_46_view_hands_its_key_to_a_person(serve: Serve, sender: Sender) -> None
     assert [problem(answer)["code"] for answer in answers] == ["key_stuck"] * 3
     assert work.runs == 1
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_until) == ("view_gave_up", "The charge is in doubt.", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_until) == (
+        "view_gave_up",
+        "The charge is in doubt.",
+        None,
+    )
     assert key.recovery_point == "between"
     assert [entry.name for entry in Entry.objects.all()] == ["made"]
     assert stuck == [key]
@@ -116,11 +129,15 @@ def test_46_view_hands_its_key_to_a_person(serve: Serve, sender: Sender) -> None
 def test_46_mismatch_with_a_stuck_key_stays_a_mismatch(serve: Serve, sender: Sender) -> None:
     serve(view=two_phases(lambda request: None, _fail))
     sender.send()
-    IdempotencyKey.objects.update(stuck_at=timezone.now(), stuck_code="by_hand", stuck_reason="A person is looking.")
+    IdempotencyKey.objects.update(
+        stuck_at=timezone.now(), stuck_code="by_hand", stuck_reason="A person is looking."
+    )
     assert problem(sender.send(body={"a": 2}))["code"] == "key_reused"
 
 
-def test_46_key_that_a_deploy_left_behind_waits_for_code_that_knows_its_point(serve: Serve, sender: Sender) -> None:
+def test_46_key_that_a_deploy_left_behind_waits_for_code_that_knows_its_point(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=two_phases(create, Counted(_fail)))
     assert sender.send().status_code == 500
 
@@ -131,10 +148,18 @@ def test_46_key_that_a_deploy_left_behind_waits_for_code_that_knows_its_point(se
         assert problem(response)["retryable"] is True
         assert int(response["Retry-After"]) >= 1
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.recovery_point, key.finished_at) == ("unknown_recovery_point", "between", None)
+    assert (key.stuck_code, key.recovery_point, key.finished_at) == (
+        "unknown_recovery_point",
+        "between",
+        None,
+    )
     assert renamed.runs == 0
 
-    serve(view=two_phases(first := Counted(), Counted(lambda request: HttpResponse("done", status=201))))
+    serve(
+        view=two_phases(
+            first := Counted(), Counted(lambda request: HttpResponse("done", status=201))
+        )
+    )
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert first.runs == 0
     key.refresh_from_db()

@@ -23,7 +23,14 @@ Serve = Callable[..., None]
 def sent() -> Iterator[list[str]]:
     """Return the names of the signals that are sent."""
     names: list[str] = []
-    every = ("key_claimed", "key_replayed", "key_conflict", "phase_committed", "key_finished", "key_stuck")
+    every = (
+        "key_claimed",
+        "key_replayed",
+        "key_conflict",
+        "phase_committed",
+        "key_finished",
+        "key_stuck",
+    )
     receivers = {name: lambda name=name, **kwargs: names.append(name) for name in every}
     for name, receiver in receivers.items():
         getattr(signals, name).connect(receiver)
@@ -33,7 +40,9 @@ def sent() -> Iterator[list[str]]:
 
 
 @both_kinds
-def test_20_replay_is_the_same_and_does_nothing_else(kind: Kind, serve: Serve, sender: Sender, sent: list[str]) -> None:
+def test_20_replay_is_the_same_and_does_nothing_else(
+    kind: Kind, serve: Serve, sender: Sender, sent: list[str]
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         stage_job("tests.kit.jobs.anything", {"a": 1})
         return create(request)
@@ -43,7 +52,11 @@ def test_20_replay_is_the_same_and_does_nothing_else(kind: Kind, serve: Serve, s
     before = IdempotencyKey.objects.values().get()
     sent.clear()
     replayed = sender.send()
-    assert (replayed.status_code, replayed.content, replayed["Content-Type"]) == (201, first.content, "application/json")
+    assert (replayed.status_code, replayed.content, replayed["Content-Type"]) == (
+        201,
+        first.content,
+        "application/json",
+    )
     assert sent == ["key_replayed"]
     assert (counted.runs, Entry.objects.count(), StagedJob.objects.count()) == (1, 1, 1)
     assert IdempotencyKey.objects.values().get() == before
@@ -53,11 +66,18 @@ def test_20_replay_is_the_same_and_does_nothing_else(kind: Kind, serve: Serve, s
 def test_21_replays_alone_are_marked(kind: Kind, serve: Serve, sender: Sender) -> None:
     serve(view=kind(Counted()))
     responses = [sender.send(), sender.send(), sender.send(body={"a": 2}), sender.send(key=None)]
-    assert [response.get("Idempotent-Replayed") for response in responses] == [None, "true", None, None]
+    assert [response.get("Idempotent-Replayed") for response in responses] == [
+        None,
+        "true",
+        None,
+        None,
+    ]
 
 
 @both_kinds
-def test_21_name_of_the_mark_is_a_setting(kind: Kind, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_21_name_of_the_mark_is_a_setting(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"REPLAYED_HEADER": "Idempotency-Replayed"}
     serve(view=kind(Counted()))
     assert "Idempotency-Replayed" not in sender.send()
@@ -67,7 +87,9 @@ def test_21_name_of_the_mark_is_a_setting(kind: Kind, serve: Serve, sender: Send
 
 
 @both_kinds
-def test_22_original_answer_stays_after_the_resource_changed_and_went(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_22_original_answer_stays_after_the_resource_changed_and_went(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(Counted()))
     first = sender.send()
     Entry.objects.update(name="changed")
@@ -78,7 +100,9 @@ def test_22_original_answer_stays_after_the_resource_changed_and_went(kind: Kind
 
 
 @both_kinds
-def test_23_finished_key_is_replayed_although_it_is_locked(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_23_finished_key_is_replayed_although_it_is_locked(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     first = sender.send()
     IdempotencyKey.objects.update(locked_until=F("expires_at"))
@@ -88,7 +112,9 @@ def test_23_finished_key_is_replayed_although_it_is_locked(kind: Kind, serve: Se
 
 
 @both_kinds
-def test_24_replay_comes_before_if_match_is_evaluated(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_24_replay_comes_before_if_match_is_evaluated(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def version(request: HttpRequest) -> str:
         return f'"{Entry.objects.count()}"'
 

@@ -1,4 +1,5 @@
-"""Number 54: a response that asks to be retried is not stored, and what is stored keeps ``Retry-After`` in its replay."""
+"""Number 54: a response that asks to be retried is not stored, and what is stored keeps
+``Retry-After`` in its replay."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,9 @@ def asking(status: int, when: str = "5") -> HttpResponse:
 @outside
 @pytest.mark.parametrize("status", ASKING)
 @pytest.mark.parametrize("when", ["5", "Wed, 25 Nov 2026 21:00:00 GMT"])
-def test_54_returned_response_is_not_stored(status: int, when: str, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_54_returned_response_is_not_stored(
+    status: int, when: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     answers = iter([asking(status, when), HttpResponse(status=404)])
     serve(view=kind(work := Counted(lambda request: next(answers))))
     first = sender.send()
@@ -46,7 +49,9 @@ def test_54_returned_response_is_not_stored(status: int, when: str, kind: Kind, 
 
 @outside
 @pytest.mark.parametrize("status", [409, 423])
-def test_54_without_retry_after_it_is_stored(status: int, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_54_without_retry_after_it_is_stored(
+    status: int, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted(lambda request: HttpResponse(status=status))))
     assert [sender.send().status_code for _ in range(2)] == [status, status]
     assert work.runs == 1
@@ -54,7 +59,9 @@ def test_54_without_retry_after_it_is_stored(status: int, kind: Kind, serve: Ser
 
 @outside
 @pytest.mark.parametrize("status", [202, 303, 400, 402, 404, 410, 422])
-def test_54_another_response_is_stored_with_it(status: int, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_54_another_response_is_stored_with_it(
+    status: int, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     if status < 400 and kind is phased_outside:
         kind = phased
     serve(view=kind(work := Counted(lambda request: asking(status))))
@@ -114,7 +121,12 @@ def test_54_after_a_phase_the_retry_continues(serve: Serve, sender: Sender) -> N
     serve(view=view)
     assert sender.send().status_code == 409
     key = IdempotencyKey.objects.get()
-    assert (key.recovery_point, key.locked_until, key.stuck_at, "409" in key.last_error) == ("between", None, None, True)
+    assert (key.recovery_point, key.locked_until, key.stuck_at, "409" in key.last_error) == (
+        "between",
+        None,
+        None,
+        True,
+    )
     abandon()
     assert complete_once() == CompletePass(finished=1)
     assert (sender.send().status_code, Entry.objects.count()) == (201, 1)
@@ -169,11 +181,19 @@ def test_54_what_an_exception_handler_answers_is_not_stored(serve: Serve, sender
     serve(view=View.as_view())
     first = sender.send()
     assert (first.status_code, first["Retry-After"]) == (423, "5")
-    assert ([sender.send().status_code for _ in range(2)], len(runs), Entry.objects.count()) == ([201, 201], 2, 1)
+    assert ([sender.send().status_code for _ in range(2)], len(runs), Entry.objects.count()) == (
+        [201, 201],
+        2,
+        1,
+    )
 
 
 def test_54_response_of_on_abandon_is_stored(serve: Serve, sender: Sender) -> None:
-    serve(view=phased_outside(lambda request: HttpResponse(status=503), on_abandon=lambda key: asking(409)))
+    serve(
+        view=phased_outside(
+            lambda request: HttpResponse(status=503), on_abandon=lambda key: asking(409)
+        )
+    )
     assert sender.send().status_code == 503
     past_the_retention()
     assert reap_once().settled == 1

@@ -1,4 +1,5 @@
-"""Number 50: what a plain view did to its request, session and messages goes with what it wrote to the database."""
+"""Number 50: what a plain view did to its request, session and messages goes with what it wrote to
+the database."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +61,8 @@ ENDS: dict[str, tuple[Callable[[HttpRequest], HttpResponse], int]] = {
 
 
 class Shop:
-    """A cart in the session, an order that takes it, and a middleware that notes what is left of the request."""
+    """A cart in the session, an order that takes it, and a middleware that notes what is left of
+    the request."""
 
     def __init__(self, end: Callable[[HttpRequest], HttpResponse]) -> None:
         self.ends = [end]
@@ -71,7 +73,8 @@ class Shop:
         return HttpResponse()
 
     def order(self, request: HttpRequest) -> HttpResponse:
-        """Take the cart, tell the user, and end as the test says; in later runs with what was ordered."""
+        """Take the cart, tell the user, and end as the test says; in later runs with what was
+        ordered."""
         cart = request.session["cart"]
         ordered = cart.pop("jetpacks", None)
         request.session.modified = True
@@ -81,7 +84,9 @@ class Shop:
         Entry.objects.create(name="order")
         if self.ends:
             return self.ends[0](request)
-        return JsonResponse({"ordered": ordered, "told": len(messages.get_messages(request))}, status=201)
+        return JsonResponse(
+            {"ordered": ordered, "told": len(messages.get_messages(request))}, status=201
+        )
 
     def outside(self, get_response: View) -> View:
         """Note what a middleware finds when the view is through."""
@@ -89,7 +94,9 @@ class Shop:
         def middleware(request: HttpRequest) -> HttpResponseBase:
             response = get_response(request)
             found = {name: getattr(request, name, None) for name in ("seen", "idempotency_key")}
-            self.left.append(found | {"META": request.META.get("seen"), "user": request.user.first_name})
+            self.left.append(
+                found | {"META": request.META.get("seen"), "user": request.user.first_name}
+            )
             return response
 
         return middleware

@@ -1,4 +1,5 @@
-"""Number 49: a plain view that writes to two databases. ``tests/request/test_several_databases.py`` has the rest."""
+"""Number 49: a plain view that writes to two databases. ``tests/request/test_several_databases.py``
+has the rest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,10 @@ from tests.kit.serving import Sender
 from tests.kit.views import Counted, plain
 from tests.models import Entry
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])]
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.django_db(transaction=True, databases=["default", "shard_b"]),
+]
 
 
 @pytest.mark.parametrize("refusing", ["default", "shard_b"])
@@ -28,7 +32,12 @@ def test_49_a_commit_that_one_database_refuses_is_reported_by_no_answer(
     def send() -> tuple[Any, ...]:
         answer = sender.send()
         rows = [Entry.objects.using(alias).count() for alias in ("default", "shard_b")]
-        return answer.status_code, "Idempotent-Replayed" in answer, rows, IdempotencyKey.objects.finished().count()
+        return (
+            answer.status_code,
+            "Idempotent-Replayed" in answer,
+            rows,
+            IdempotencyKey.objects.finished().count(),
+        )
 
     monkeypatch.setitem(connections.settings["shard_b"], "ATOMIC_REQUESTS", True)
     serve(view=plain(counted := Counted(work)))

@@ -39,7 +39,8 @@ class TenantMiddleware:
 
 @pytest.fixture
 def tenants(transactional_db: None, settings: Settings) -> Iterator[None]:
-    """Make schemas: ``one`` and ``two`` have tables of keys and entries; ``three`` and ``four`` use those of ``public``."""
+    """Make schemas: ``one`` and ``two`` have tables of keys and entries; ``three`` and ``four`` use
+    those of ``public``."""
     schemas = ("one", "two", "three", "four")
     with connection.cursor() as cursor:
         for schema in schemas:
@@ -79,10 +80,14 @@ def test_51_one_key_of_two_tenants_is_two_keys(
 ) -> None:
     gate = Gate()
     serve(view=kind(stopping(gate)))
-    running = in_background(lambda: another_client(sender).send(body={"a": 1}, headers={"X-Tenant": "one"}))
+    running = in_background(
+        lambda: another_client(sender).send(body={"a": 1}, headers={"X-Tenant": "one"})
+    )
     gate.wait_until_reached()
     other = another_client(sender)
-    met = in_background(lambda: other.send(body=body, headers={"X-Tenant": "two"})).result(WAIT_SECONDS)
+    met = in_background(lambda: other.send(body=body, headers={"X-Tenant": "two"})).result(
+        WAIT_SECONDS
+    )
     gate.open()
     assert [answer.status_code for answer in (met, running.result(WAIT_SECONDS))] == [201, 201]
     assert (made_in("one"), made_in("two")) == (1, 1)
@@ -90,22 +95,38 @@ def test_51_one_key_of_two_tenants_is_two_keys(
 
 @pytest.mark.parametrize(("running_kind", "asking_kind"), [(plain, phased), (phased, plain)])
 def test_51_views_of_two_kinds_of_two_tenants_do_not_meet(
-    running_kind: Callable[..., View], asking_kind: Callable[..., View], tenants: None, serve: Serve, sender: Sender
+    running_kind: Callable[..., View],
+    asking_kind: Callable[..., View],
+    tenants: None,
+    serve: Serve,
+    sender: Sender,
 ) -> None:
     gate = Gate()
     serve(running=running_kind(stopping(gate)), asking=asking_kind(create))
-    running = in_background(lambda: another_client(sender).send("/running/", headers={"X-Tenant": "one"}))
+    running = in_background(
+        lambda: another_client(sender).send("/running/", headers={"X-Tenant": "one"})
+    )
     gate.wait_until_reached()
     other = another_client(sender)
-    met = in_background(lambda: other.send("/asking/", headers={"X-Tenant": "two"})).result(WAIT_SECONDS)
+    met = in_background(lambda: other.send("/asking/", headers={"X-Tenant": "two"})).result(
+        WAIT_SECONDS
+    )
     gate.open()
     assert [answer.status_code for answer in (met, running.result(WAIT_SECONDS))] == [201, 201]
 
 
 @both_kinds
-@pytest.mark.parametrize("tenants_of_one_table", [("one", "one"), ("three", "four")], ids=["one tenant", "a shared table"])
+@pytest.mark.parametrize(
+    "tenants_of_one_table",
+    [("one", "one"), ("three", "four")],
+    ids=["one tenant", "a shared table"],
+)
 def test_51_one_key_in_one_table_is_one_key(
-    tenants_of_one_table: tuple[str, str], kind: Callable[..., View], tenants: None, serve: Serve, sender: Sender
+    tenants_of_one_table: tuple[str, str],
+    kind: Callable[..., View],
+    tenants: None,
+    serve: Serve,
+    sender: Sender,
 ) -> None:
     gate = Gate()
     serve(view=kind(stopping(gate)))
@@ -114,7 +135,9 @@ def test_51_one_key_in_one_table_is_one_key(
     gate.wait_until_reached()
     again = another_client(sender)
     same, another = (
-        in_background(lambda body=body: again.send(body=body, headers={"X-Tenant": second})).result(WAIT_SECONDS)
+        in_background(lambda body=body: again.send(body=body, headers={"X-Tenant": second})).result(
+            WAIT_SECONDS
+        )
         for body in ({"a": 1}, {"a": 2})
     )
     gate.open()
@@ -124,7 +147,9 @@ def test_51_one_key_in_one_table_is_one_key(
     assert made_in("one" if first == "one" else "public") == 1
 
 
-def test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next(tenants: None, serve: Serve, sender: Sender) -> None:
+def test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next(
+    tenants: None, serve: Serve, sender: Sender
+) -> None:
     """One session serves both; it has prepared the claim before it meets the second tenant."""
     gate, threshold = Gate(), connection.settings_dict["OPTIONS"].get("prepare_threshold")
     connection.ensure_connection()

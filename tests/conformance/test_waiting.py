@@ -37,7 +37,9 @@ def connections_made() -> Iterator[list[str]]:
 
 
 @both_kinds
-def test_30_duplicate_waits_without_a_connection_and_gets_the_replay(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_30_duplicate_waits_without_a_connection_and_gets_the_replay(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
@@ -55,12 +57,18 @@ def test_30_duplicate_waits_without_a_connection_and_gets_the_replay(kind: Kind,
     gate.open()
     first = running.result()
     for answer in (future.result() for future in waiting):
-        assert (answer.status_code, answer.content, answer["Idempotent-Replayed"]) == (201, first.content, "true")
+        assert (answer.status_code, answer.content, answer["Idempotent-Replayed"]) == (
+            201,
+            first.content,
+            "true",
+        )
     assert Entry.objects.count() == 1
 
 
 @both_kinds
-def test_30_duplicate_takes_over_from_a_first_that_fails(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_30_duplicate_takes_over_from_a_first_that_fails(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     gate, failures = Gate(), [True]
 
     def work(request: HttpRequest) -> HttpResponse:
@@ -83,7 +91,9 @@ def test_30_duplicate_takes_over_from_a_first_that_fails(kind: Kind, serve: Serv
 
 
 @both_kinds
-@pytest.mark.parametrize(("seconds", "places"), [(0.3, 10), (30, 1)], ids=["time is over", "no place left"])
+@pytest.mark.parametrize(
+    ("seconds", "places"), [(0.3, 10), (30, 1)], ids=["time is over", "no place left"]
+)
 def test_30_waiting_has_its_limits(
     seconds: float, places: int, kind: Kind, serve: Serve, sender: Sender, settings: Settings
 ) -> None:
@@ -108,7 +118,9 @@ def test_30_waiting_has_its_limits(
 
 
 @both_kinds
-def test_30_by_default_most_of_eight_threads_stay_free(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_30_by_default_most_of_eight_threads_stay_free(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
@@ -120,7 +132,9 @@ def test_30_by_default_most_of_eight_threads_stay_free(kind: Kind, serve: Serve,
     gate.wait_until_reached()
     duplicates = [in_background(another_client(sender).send) for _ in range(7)]
     eventually(lambda: sum(not future.done() for future in duplicates) <= 3)
-    assert {problem(future.result())["code"] for future in duplicates if future.done()} == {"key_in_use"}
+    assert {problem(future.result())["code"] for future in duplicates if future.done()} == {
+        "key_in_use"
+    }
     gate.open()
     assert running.result().status_code == 201
     assert {future.result().status_code for future in duplicates} <= {201, 409}
@@ -128,7 +142,9 @@ def test_30_by_default_most_of_eight_threads_stay_free(kind: Kind, serve: Serve,
 
 
 @both_kinds
-def test_30_duplicate_does_not_wait_in_the_only_thread_of_its_worker(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_30_duplicate_does_not_wait_in_the_only_thread_of_its_worker(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:

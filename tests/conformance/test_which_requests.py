@@ -20,7 +20,9 @@ Serve = Callable[..., None]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
-def test_08_safe_methods_run_each_time_and_store_nothing(method: str, serve: Serve, sender: Sender) -> None:
+def test_08_safe_methods_run_each_time_and_store_nothing(
+    method: str, serve: Serve, sender: Sender
+) -> None:
     bound = []
 
     def look(request: HttpRequest) -> HttpResponse:
@@ -37,7 +39,9 @@ def test_08_safe_methods_run_each_time_and_store_nothing(method: str, serve: Ser
 
 @both_kinds
 @pytest.mark.parametrize("method", ["POST", "PATCH", "PUT", "DELETE"])
-def test_08_unsafe_methods_are_protected(method: str, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_08_unsafe_methods_are_protected(
+    method: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     assert sender.send(method=method).status_code == 201
     assert sender.send(method=method)["Idempotent-Replayed"] == "true"
@@ -45,7 +49,9 @@ def test_08_unsafe_methods_are_protected(method: str, kind: Kind, serve: Serve, 
 
 
 @both_kinds
-def test_09_missing_required_key_is_refused_and_the_view_does_not_run(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_09_missing_required_key_is_refused_and_the_view_does_not_run(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     response = sender.send(key=None)
     assert (response.status_code, problem(response)["code"]) == (400, "key_missing")
@@ -69,7 +75,9 @@ def test_09_not_required_is_protected_when_a_key_comes(serve: Serve, sender: Sen
 
 
 @both_kinds
-def test_10_failures_before_the_view_create_no_record(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_10_failures_before_the_view_create_no_record(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def forbid(request: HttpRequest) -> HttpResponse:
         raise PermissionDenied
 
@@ -90,7 +98,9 @@ def test_10_failures_before_the_view_create_no_record(kind: Kind, serve: Serve, 
 
 
 @both_kinds
-def test_10_a_stored_response_is_replayed_only_to_who_passes(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_10_a_stored_response_is_replayed_only_to_who_passes(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     view = kind(Counted(), scope=lambda request: "one for all")
 
     def guarded(request: HttpRequest) -> HttpResponse:
@@ -107,7 +117,9 @@ def test_10_a_stored_response_is_replayed_only_to_who_passes(kind: Kind, serve: 
 
 
 @both_kinds
-def test_11_neither_user_nor_session_nor_scope_is_refused(kind: Kind, serve: Serve, transactional_db: None) -> None:
+def test_11_neither_user_nor_session_nor_scope_is_refused(
+    kind: Kind, serve: Serve, transactional_db: None
+) -> None:
     serve(view=kind(work := Counted()))
     response = Client().post("/view/", headers={"Idempotency-Key": "key-1"})
     assert (response.status_code, problem(response)["code"]) == (400, "scope_missing")
@@ -116,11 +128,16 @@ def test_11_neither_user_nor_session_nor_scope_is_refused(kind: Kind, serve: Ser
 
 
 @both_kinds
-def test_11_an_invented_session_cookie_is_no_session(kind: Kind, serve: Serve, transactional_db: None) -> None:
+def test_11_an_invented_session_cookie_is_no_session(
+    kind: Kind, serve: Serve, transactional_db: None
+) -> None:
     serve(view=kind(work := Counted()))
     client = Client()
     client.cookies["sessionid"] = "a" * 32
-    assert problem(client.post("/view/", headers={"Idempotency-Key": "key-1"}))["code"] == "scope_missing"
+    assert (
+        problem(client.post("/view/", headers={"Idempotency-Key": "key-1"}))["code"]
+        == "scope_missing"
+    )
     assert work.runs == 0
 
 
@@ -130,7 +147,9 @@ def test_11_strangers_share_no_scope(kind: Kind, serve: Serve, sender: Sender) -
     other = Client()
     other.force_login(UserFactory())
     first = sender.send()
-    second = other.post("/view/", {"a": 1}, content_type="application/json", headers={"Idempotency-Key": "key-1"})
+    second = other.post(
+        "/view/", {"a": 1}, content_type="application/json", headers={"Idempotency-Key": "key-1"}
+    )
     assert (first.status_code, second.status_code) == (201, 201)
     assert "Idempotent-Replayed" not in second
     assert work.runs == 2

@@ -1,4 +1,5 @@
-"""Number 53: a body that ``store_body=False`` does not store stands in no table and no log line of the app."""
+"""Number 53: a body that ``store_body=False`` does not store stands in no table and no log line of
+the app."""
 
 import json
 import logging
@@ -26,13 +27,20 @@ NUMBER = "4242424242424242"
 
 def everything_stored() -> str:
     """Return all that the tables of the app hold, as text."""
-    rows = [row for model in apps.get_app_config("idempotency").get_models() for row in model._base_manager.values_list()]
-    return repr([bytes(value) if isinstance(value, memoryview) else value for row in rows for value in row])
+    rows = [
+        row
+        for model in apps.get_app_config("idempotency").get_models()
+        for row in model._base_manager.values_list()
+    ]
+    return repr(
+        [bytes(value) if isinstance(value, memoryview) else value for row in rows for value in row]
+    )
 
 
 @pytest.fixture
 def hidden(caplog: pytest.LogCaptureFixture) -> Callable[[], bool]:
-    """Return a function that tells whether the number stands in no table and in no line of the app, tracebacks included."""
+    """Return a function that tells whether the number stands in no table and in no line of the app,
+    tracebacks included."""
     caplog.set_level(logging.DEBUG, "idempotency")
 
     def is_hidden() -> bool:
@@ -54,7 +62,9 @@ def invalid(request: HttpRequest) -> HttpResponse:
     try:
         raise KeyError(number_of(request))
     except KeyError as error:
-        raise ValueError(f"invalid card: {number_of(request)}\nin the second line {number_of(request)}") from error
+        raise ValueError(
+            f"invalid card: {number_of(request)}\nin the second line {number_of(request)}"
+        ) from error
 
 
 def refused_by_the_database(request: HttpRequest) -> HttpResponse:
@@ -90,14 +100,20 @@ def test_53_error_that_quotes_a_value_leaves_it_nowhere(
     assert hidden()
 
 
-def test_53_error_between_phases_leaves_the_value_nowhere(serve: Serve, sender: Sender, hidden: Callable[[], bool]) -> None:
+def test_53_error_between_phases_leaves_the_value_nowhere(
+    serve: Serve, sender: Sender, hidden: Callable[[], bool]
+) -> None:
     def call() -> None:
         raise RuntimeError(f"the bank refused {NUMBER}")
 
     def on_abandon(key: IdempotencyKey) -> HttpResponse:
         raise RuntimeError(f"cannot undo {NUMBER}")
 
-    serve(view=two_phases(lambda request: None, create, call=call, on_abandon=on_abandon, store_body=False))
+    serve(
+        view=two_phases(
+            lambda request: None, create, call=call, on_abandon=on_abandon, store_body=False
+        )
+    )
     assert sender.send(body={"card": {"number": NUMBER}}).status_code == 500
     make_older(1000 * 3600, "created_at", "last_run_at")
     complete_once()
@@ -119,7 +135,10 @@ def test_53_retry_inside_the_process_leaves_the_value_nowhere(
             failures.pop()
             try:
                 with connection.cursor() as cursor:
-                    cursor.execute(f"DO $$ BEGIN RAISE 'conflict over {number_of(request)}' USING ERRCODE = '40001'; END $$")
+                    cursor.execute(
+                        f"DO $$ BEGIN RAISE 'conflict over {number_of(request)}' USING ERRCODE ="
+                        " '40001'; END $$"
+                    )
             except DatabaseError as error:
                 raise ValueError(number_of(request)) from error
         return create(request)
@@ -130,7 +149,9 @@ def test_53_retry_inside_the_process_leaves_the_value_nowhere(
 
 
 @both_kinds
-@pytest.mark.parametrize("card", [{"number": NUMBER}, NUMBER, int(NUMBER), [NUMBER], [{"number": [NUMBER]}], [[NUMBER]]])
+@pytest.mark.parametrize(
+    "card", [{"number": NUMBER}, NUMBER, int(NUMBER), [NUMBER], [{"number": [NUMBER]}], [[NUMBER]]]
+)
 def test_53_value_in_any_place_of_its_parent_is_not_kept(
     card: Any,
     kind: Kind,
@@ -147,7 +168,9 @@ def test_53_value_in_any_place_of_its_parent_is_not_kept(
 
 
 @both_kinds
-def test_error_of_a_view_that_stores_the_body_is_kept_with_its_text(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_error_of_a_view_that_stores_the_body_is_kept_with_its_text(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(invalid))
     assert sender.send(body={"card": {"number": NUMBER}}).status_code == 500
     if kind is phased:

@@ -1,4 +1,5 @@
-"""Number 59: wrappers of ``connection.execute_wrapper()``, and whatever else takes part in Django's cursors."""
+"""Number 59: wrappers of ``connection.execute_wrapper()``, and whatever else takes part in Django's
+cursors."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,19 +25,24 @@ Serve = Callable[..., None]
 
 each_wrapper = pytest.mark.parametrize(
     "wrapper",
-    [pytest.param(each, id=each.__name__, marks=[postgres] if each in SETTERS else []) for each in WRAPPERS],
+    [
+        pytest.param(each, id=each.__name__, marks=[postgres] if each in SETTERS else [])
+        for each in WRAPPERS
+    ],
 )
 merged_or_not = pytest.mark.parametrize("merged", [True, False], ids=["merged", "one by one"])
 
 
 @pytest.fixture
 def contexts() -> Iterator[Callable[[], list[str]]]:
-    """Return a function that returns the context in which each row of a key was written, by a trigger."""
+    """Return a function that returns the context in which each row of a key was written, by a
+    trigger."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE TABLE test_context (id serial, value text)")
         cursor.execute(
-            "CREATE FUNCTION note_context() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            "INSERT INTO test_context (value) VALUES (current_setting('test.context', true)); RETURN NULL; END $$"
+            "CREATE FUNCTION note_context() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT"
+            " INTO test_context (value) VALUES (current_setting('test.context', true)); RETURN"
+            " NULL; END $$"
         )
         cursor.execute(
             "CREATE TRIGGER note_context AFTER INSERT OR UPDATE ON idempotency_idempotencykey "
@@ -74,7 +80,11 @@ def test_59_a_wrapper_gets_statements_as_from_the_orm(
     serve(view=kind(counted := Counted()))
     with connection.execute_wrapper(wrapper):
         assert run_and_replay(sender) == [(201, False), (201, True)]
-    assert (counted.runs, Entry.objects.count(), IdempotencyKey.objects.finished().count()) == (1, 1, 1)
+    assert (counted.runs, Entry.objects.count(), IdempotencyKey.objects.finished().count()) == (
+        1,
+        1,
+        1,
+    )
     connection.close()  # A wrapper has set what belongs to a session.
 
 
@@ -93,7 +103,9 @@ def test_59_what_a_wrapper_sets_holds_for_the_writes_of_the_key(
 
 @postgres
 @both_kinds
-def test_59_a_wrapper_sees_each_statement_alone_and_no_begin_or_commit(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_59_a_wrapper_sees_each_statement_alone_and_no_begin_or_commit(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     seen: list[str] = []
 
     def note(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
@@ -106,7 +118,9 @@ def test_59_a_wrapper_sees_each_statement_alone_and_no_begin_or_commit(kind: Kin
     serve(view=kind(create))
     with connection.execute_wrapper(note):
         assert sender.send().status_code == 201
-    assert [text for text in seen if ";" in text or text.startswith(("BEGIN", "SET", "COMMIT"))] == []
+    assert [
+        text for text in seen if ";" in text or text.startswith(("BEGIN", "SET", "COMMIT"))
+    ] == []
     _claim, finish = [text for text in seen if "idempotency_idempotencykey" in text]
     assert finish.startswith("UPDATE")
     assert "/ (" not in finish
@@ -134,7 +148,9 @@ def test_59_a_wrapper_that_the_view_installs_gets_the_statements_after_it(
 
 @postgres
 @both_kinds
-def test_59_a_wrapper_that_the_view_removes_changes_nothing(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_59_a_wrapper_that_the_view_removes_changes_nothing(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponseBase:
         connection.execute_wrappers.clear()
         return create(request)
@@ -177,7 +193,11 @@ def test_59_a_wrapper_that_raises_leaves_work_and_response_or_neither(
         met = was_met()
         assert status == (500 if met else 201)
         finished = IdempotencyKey.objects.finished().filter(idempotency_key=f"key-{number}")
-        assert Entry.objects.filter(idempotency_key__in=finished).count() == finished.count() == (not met)
+        assert (
+            Entry.objects.filter(idempotency_key__in=finished).count()
+            == finished.count()
+            == (not met)
+        )
         IdempotencyKey.objects.filter(locked_until__isnull=False).update(locked_until=None)
         assert sender.send(key=f"key-{number}").status_code == 201
     assert number >= 3
@@ -203,7 +223,9 @@ def test_59_a_late_run_under_a_wrapper_commits_nothing(serve: Serve, sender: Sen
 
 
 @postgres
-def test_59_a_division_by_zero_of_a_wrapper_is_not_a_lost_lock(serve: Serve, sender: Sender) -> None:
+def test_59_a_division_by_zero_of_a_wrapper_is_not_a_lost_lock(
+    serve: Serve, sender: Sender
+) -> None:
     failures = iter(["SELECT 1 / 0; "])
 
     def divide(execute: Any, sql: str, *more: Any) -> Any:
@@ -233,7 +255,9 @@ def test_59_a_message_takes_effect_once_under_a_wrapper(wrapper: Wrapper) -> Non
 def test_59_a_wrapper_over_server_side_binding(kind: Kind, serve: Serve, sender: Sender) -> None:
     former = connections["default"]
     options = former.settings_dict["OPTIONS"] | {"server_side_binding": True}
-    connections["default"] = other = type(former)(former.settings_dict | {"OPTIONS": options}, "default")
+    connections["default"] = other = type(former)(
+        former.settings_dict | {"OPTIONS": options}, "default"
+    )
     serve(view=kind(create))
     try:
         with connection.execute_wrapper(comment):
@@ -277,7 +301,8 @@ def by_method(patched: pytest.MonkeyPatch) -> None:
 
 
 def by_class_of_connection(patched: pytest.MonkeyPatch) -> None:
-    """Use a class of connections with a method of its own, as backends of tenants and of metrics do."""
+    """Use a class of connections with a method of its own, as backends of tenants and of metrics
+    do."""
 
     class Backend(type(connection._connections["default"])):  # type: ignore[misc]
         def _cursor(self, name: str | None = None) -> Any:
@@ -306,9 +331,15 @@ def by_class_of_cursors(patched: pytest.MonkeyPatch) -> None:
 
 @postgres
 @both_kinds
-@pytest.mark.parametrize("replace", [by_factory, by_method, by_class_of_connection, by_class_of_cursors])
+@pytest.mark.parametrize(
+    "replace", [by_factory, by_method, by_class_of_connection, by_class_of_cursors]
+)
 def test_59_replaced_cursors_and_connections_see_the_statements(
-    replace: Callable[..., None], kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    replace: Callable[..., None],
+    kind: Kind,
+    serve: Serve,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     serve(view=kind(create))
     Counting.seen.clear()
@@ -322,7 +353,9 @@ def test_59_replaced_cursors_and_connections_see_the_statements(
 
 @postgres
 @both_kinds
-def test_59_the_debug_log_has_each_statement(kind: Kind, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_59_the_debug_log_has_each_statement(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.DEBUG = True
     serve(view=kind(create))
     with connection.execute_wrapper(WRAPPERS[0]):

@@ -1,4 +1,5 @@
-"""What the HTTP side does, number by number; the tests of a number are named after it: ``test_NN_...``."""
+"""What the HTTP side does, number by number; the tests of a number are named after it:
+``test_NN_...``."""
 
 TITLES = {
     1: "the header is found whatever its case, under each of the configured names",
@@ -15,7 +16,10 @@ TITLES = {
     12: "of many equal requests at once, one runs",
     13: "a process killed anywhere leaves the work and its key, or neither",
     14: "status, bytes and headers are stored, but none that belongs to one answer alone",
-    15: "definitive answers are stored; those with another cure than a new key are not, and only the client's retry runs again",
+    15: (
+        "definitive answers are stored; those with another cure than a new key are not, and only"
+        " the client's retry runs again"
+    ),
     16: "a server error is rolled back and may be retried",
     17: "a large or streamed body is delivered once, and its replay says that it is missing",
     18: "without the database the answer is to come back, and nothing runs",
@@ -53,12 +57,33 @@ TITLES = {
     50: "a view that is rolled back leaves request, session and messages as they were",
     51: "tenants in schemas of one database do not meet each other's locks",
     52: "a read-only or demoted database is one that cannot be reached",
-    53: "a body that store_body=False does not store is nowhere in the tables and log lines of the app",
-    54: "a response that asks to be retried is not stored; what is stored keeps Retry-After in its replay",
-    55: "a plain view in a transaction that a middleware opened commits or vanishes with it; a phased one is refused",
-    56: "a protected view that another one calls with the same key is a part of its run, or is refused",
-    57: "a database that the view does not use changes nothing; a decoded body is whole; hooks of frameworks run once",
+    53: (
+        "a body that store_body=False does not store is nowhere in the tables and log lines of"
+        " the app"
+    ),
+    54: (
+        "a response that asks to be retried is not stored; what is stored keeps Retry-After in its"
+        " replay"
+    ),
+    55: (
+        "a plain view in a transaction that a middleware opened commits or vanishes with it; a"
+        " phased one is refused"
+    ),
+    56: (
+        "a protected view that another one calls with the same key is a part of its run, or is"
+        " refused"
+    ),
+    57: (
+        "a database that the view does not use changes nothing; a decoded body is whole; hooks of"
+        " frameworks run once"
+    ),
     58: "limits of time that the project or its roles set are never raised",
-    59: "wrappers of execute_wrapper() get the cursor, the SQL and the result as from any query of the ORM",
-    60: "no report of an error shows a secret, a key, a seed, a token, a body or arguments in a frame of this app",
+    59: (
+        "wrappers of execute_wrapper() get the cursor, the SQL and the result as from any query of"
+        " the ORM"
+    ),
+    60: (
+        "no report of an error shows a secret, a key, a seed, a token, a body or arguments in a"
+        " frame of this app"
+    ),
 }

@@ -1,4 +1,5 @@
-"""A fake bank that honours keys, a fake text service that does not, and the line of the table that a test proves."""
+"""A fake bank that honours keys, a fake text service that does not, and the line of the table that
+a test proves."""
 
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ LINE = "crash kit"
 
 @pytest.fixture(autouse=True)
 def _close_others() -> None:
-    """Close the connections that tests of other databases left open: the kit opens all again that a death has cut."""
+    """Close the connections that tests of other databases left open: the kit opens all again that a
+    death has cut."""
     for alias in connections:
         if alias != DEFAULT_DB_ALIAS:
             connections[alias].close()

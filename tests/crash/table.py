@@ -31,4 +31,8 @@ class Table:
 
 
 if __name__ == "__main__":
-    sys.exit(pytest.main(["-q", "--no-header", str(Path(__file__).parent), *sys.argv[1:]], plugins=[Table()]))
+    sys.exit(
+        pytest.main(
+            ["-q", "--no-header", str(Path(__file__).parent), *sys.argv[1:]], plugins=[Table()]
+        )
+    )

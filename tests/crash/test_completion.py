@@ -1,4 +1,5 @@
-"""The completer must finish the request without the client, unless a refusal before any effect leaves it to the client."""
+"""The completer must finish the request without the client, unless a refusal before any effect
+leaves it to the client."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,8 @@ def keeps_the_session(request: HttpRequest) -> HttpResponseBase:
 
 
 def send_to(view: Any, serve: Callable[..., None], sender: Sender) -> Callable[[str], Any]:
-    """Put a view under a URL, and return what sends it a request with the header and the session."""
+    """Put a view under a URL, and return what sends it a request with the header and the
+    session."""
     serve(view=view)
     session = sender.client.session
     session["currency"] = "eur"
@@ -61,7 +63,8 @@ def send_to(view: Any, serve: Callable[..., None], sender: Sender) -> Callable[[
 
 
 @pytest.mark.parametrize(
-    ("view", "error"), [(reads_a_header, "KeyError: 'x-currency'"), (reads_the_session, "no attribute 'session'")]
+    ("view", "error"),
+    [(reads_a_header, "KeyError: 'x-currency'"), (reads_the_session, "no attribute 'session'")],
 )
 def test_a_view_that_only_its_client_can_finish_is_caught(
     view: Any, error: str, serve: Callable[..., None], sender: Sender
@@ -82,9 +85,14 @@ def settle(key: IdempotencyKey) -> None:
 def test_a_view_whose_sender_the_completer_cannot_know_is_caught(
     on_abandon: Any, serve: Callable[..., None], sender: Sender
 ) -> None:
-    """Each abandoned request would need a person, although a retry of the client runs it. The reaper settles no stuck key."""
+    """Each abandoned request would need a person, although a retry of the client runs it. The
+    reaper settles no stuck key."""
 
-    @idempotent(recovery_points=["ordered"], scope=lambda request: request.headers["X-Currency"], on_abandon=on_abandon)
+    @idempotent(
+        recovery_points=["ordered"],
+        scope=lambda request: request.headers["X-Currency"],
+        on_abandon=on_abandon,
+    )
     def by_header(request: HttpRequest) -> HttpResponseBase:
         return order(request, "eur")
 
@@ -99,7 +107,8 @@ def test_a_value_that_is_kept_is_enough(serve: Callable[..., None], sender: Send
 
 
 @pytest.mark.parametrize(
-    ("status", "everybody", "on_abandon"), [(404, True, None), (404, True, settle), (404, False, None), (403, True, settle)]
+    ("status", "everybody", "on_abandon"),
+    [(404, True, None), (404, True, settle), (404, False, None), (403, True, settle)],
 )
 def test_a_refusal_before_any_effect_leaves_the_request_to_its_client(
     status: int, everybody: bool, on_abandon: Any, serve: Callable[..., None], sender: Sender

@@ -1,4 +1,5 @@
-"""Each model is compared in the database of its router; a write elsewhere, or to another table, is not passed over."""
+"""Each model is compared in the database of its router; a write elsewhere, or to another table, is
+not passed over."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,10 @@ from tests.models import Account, Entry
 
 OTHER = "shard_b"
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True, databases=["default", OTHER])]
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.django_db(transaction=True, databases=["default", OTHER]),
+]
 
 
 class Router:
@@ -44,12 +48,16 @@ def send(serve: Callable[..., None], sender: Sender) -> Callable[[str], Any]:
     return lambda key: sender.send(key=key)
 
 
-def test_a_write_to_a_database_that_is_not_compared_proves_nothing(send: Callable[[str], Any]) -> None:
+def test_a_write_to_a_database_that_is_not_compared_proves_nothing(
+    send: Callable[[str], Any],
+) -> None:
     with pytest.raises(CannotProve, match=r"tests\.Account in the database 'shard_b'"):
         assert_survives(send, races=False)
 
 
-def test_a_model_that_its_router_sends_there_is_compared(send: Callable[[str], Any], settings: Settings) -> None:
+def test_a_model_that_its_router_sends_there_is_compared(
+    send: Callable[[str], Any], settings: Settings
+) -> None:
     settings.DATABASE_ROUTERS = [Router()]
     with pytest.raises(DoesNotSurvive, match=r"rows of tests\.Account"):
         assert_survives(send, races=False)
@@ -67,7 +75,9 @@ def test_a_state_of_the_test_replaces_the_comparison(send: Callable[[str], Any])
         accounts.all().delete()
 
     with pytest.raises(DoesNotSurvive, match="state / accounts"):
-        assert_survives(send, races=False, state=lambda: {"accounts": accounts.count()}, reset=empty)
+        assert_survives(
+            send, races=False, state=lambda: {"accounts": accounts.count()}, reset=empty
+        )
 
 
 @pytest.fixture
@@ -94,7 +104,10 @@ def legacy_table(transactional_db: None) -> Iterator[None]:
         ("audit.log", "DELETE FROM ONLY audit.log"),
         ("legacy_entry", "INSERT INTO LEGACY_ENTRY (name) VALUES ('made')"),
         ("legacy_entry", "INSERT INTO /* the ledger */ legacy_entry (name) VALUES ('made')"),
-        ("legacy_entry", sql.SQL("INSERT INTO {} (name) VALUES ('made')").format(sql.Identifier("legacy_entry"))),
+        (
+            "legacy_entry",
+            sql.SQL("INSERT INTO {} (name) VALUES ('made')").format(sql.Identifier("legacy_entry")),
+        ),
         ("legacy-log", """INSERT INTO "legacy-log" (name) VALUES ('made')"""),
     ],
 )
@@ -117,7 +130,9 @@ def test_a_write_to_a_table_without_a_model_proves_nothing(
     assert_survives(send, races=False, ignore=[table])
 
 
-def test_a_model_s_table_may_be_written_with_its_schema(serve: Callable[..., None], sender: Sender) -> None:
+def test_a_model_s_table_may_be_written_with_its_schema(
+    serve: Callable[..., None], sender: Sender
+) -> None:
     @idempotent
     def view(request: HttpRequest) -> HttpResponseBase:
         with connection.cursor() as cursor:

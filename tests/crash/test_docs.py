@@ -25,17 +25,26 @@ Line = Callable[[str, str], None]
 #: The rides of the README: an entry whose name is its charge.
 RIDE = SimpleNamespace(
     objects=SimpleNamespace(
-        create=lambda user, idempotency_key: Entry.objects.create(name="ride", idempotency_key=idempotency_key),
+        create=lambda user, idempotency_key: Entry.objects.create(
+            name="ride", idempotency_key=idempotency_key
+        ),
         get=lambda idempotency_key: Entry.objects.get(idempotency_key=idempotency_key),
-        filter=lambda pk: SimpleNamespace(update=lambda charge_id: Entry.objects.filter(pk=pk).update(name=charge_id)),
+        filter=lambda pk: SimpleNamespace(
+            update=lambda charge_id: Entry.objects.filter(pk=pk).update(name=charge_id)
+        ),
     )
 )
-TRANSFER = SimpleNamespace(objects=SimpleNamespace(create=lambda amount, user: Entry.objects.create(name=amount)))
+TRANSFER = SimpleNamespace(
+    objects=SimpleNamespace(create=lambda amount, user: Entry.objects.create(name=amount))
+)
 
 
 @pytest.fixture
-def example(settings: Settings, monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> Callable[[str], Client]:
-    """Return a function that serves the first example of a guide, and returns a client that is signed in."""
+def example(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, transactional_db: None
+) -> Callable[[str], Client]:
+    """Return a function that serves the first example of a guide, and returns a client that is
+    signed in."""
     return partial(serve_example, settings, monkeypatch)
 
 
@@ -49,11 +58,16 @@ def test_an_example_of_the_readme_survives(view: str, settings: Settings, line: 
         "charge_card": bank,
     }
     code = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    exec(compile(next(block for block in code if f"def {view}(" in block), "README.md", "exec"), names)
+    exec(
+        compile(next(block for block in code if f"def {view}(" in block), "README.md", "exec"),
+        names,
+    )
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", names[view])]})
     client = Client()
     client.force_login(UserFactory())
-    report = assert_survives(lambda key: client.post("/view/", {"amount": "5"}, headers={"Idempotency-Key": key}))
+    report = assert_survives(
+        lambda key: client.post("/view/", {"amount": "5"}, headers={"Idempotency-Key": key})
+    )
     line(f"README: {view}", f"passes: {report}")
 
 
@@ -75,13 +89,17 @@ def test_an_example_of_a_guide_survives(
 ) -> None:
     client = example(guide)
     sent = {"content_type": content_type} if content_type else {}
-    report = assert_survives(lambda key: client.post(url, {"name": "one"}, headers={"Idempotency-Key": key}, **sent))
+    report = assert_survives(
+        lambda key: client.post(url, {"name": "one"}, headers={"Idempotency-Key": key}, **sent)
+    )
     line(f"{guide}: {url}", f"passes: {report}")
 
 
 def test_the_example_of_a_form_survives(example: Callable[[str], Client], line: Line) -> None:
     client = example("forms.md")
-    report = assert_survives(lambda key: client.post("/order/", {"name": "one", "idempotency_key": key}), races=False)
+    report = assert_survives(
+        lambda key: client.post("/order/", {"name": "one", "idempotency_key": key}), races=False
+    )
     line("forms.md: /order/", f"passes: {report}")
 
 
@@ -89,7 +107,9 @@ class Shop:
     """The shop of the guide to this kit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
-        self.modules = {name: ModuleType(name) for name in ("shop", "shop.bank", "shop.models", "shop.views")}
+        self.modules = {
+            name: ModuleType(name) for name in ("shop", "shop.bank", "shop.models", "shop.views")
+        }
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         self.modules["shop"].views = self.modules["shop.views"]  # type: ignore[attr-defined]
@@ -117,7 +137,9 @@ def with_pytest(admin_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     names["test_an_order_survives"](admin_client, monkeypatch)
 
 
-def test_the_guide_to_this_kit_runs_with_pytest(shop: Shop, admin_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_to_this_kit_runs_with_pytest(
+    shop: Shop, admin_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shop.open()
     with_pytest(admin_client, monkeypatch)
 
@@ -128,5 +150,9 @@ def test_the_message_that_the_guide_shows_is_that_of_the_kit(
     shop.open(("idempotency_key=call.key", 'idempotency_key=str(__import__("uuid").uuid4())'))
     with pytest.raises(DoesNotSurvive) as caught:
         with_pytest(admin_client, monkeypatch)
-    (shown,) = re.findall(r"^```\n(The request.*?)\n```", (ROOT / "docs/how-to/test-your-views.md").read_text(), re.M | re.S)
+    (shown,) = re.findall(
+        r"^```\n(The request.*?)\n```",
+        (ROOT / "docs/how-to/test-your-views.md").read_text(),
+        re.M | re.S,
+    )
     assert str(caught.value).startswith(shown)

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 def test_a_downstream_honours_its_keys_and_refuses_other_arguments() -> None:
     bank = Downstream("bank", lambda *card, amount, key: {"amount": amount}, key="key")
-    assert [bank(amount=5, key="a"), bank(amount=5, key="a"), bank(amount=7, key="b")] == [{"amount": n} for n in (5, 5, 7)]
+    assert [bank(amount=5, key="a"), bank(amount=5, key="a"), bank(amount=7, key="b")] == [
+        {"amount": n} for n in (5, 5, 7)
+    ]
     for changed in ({"amount": 6}, {"amount": 5, "currency": "eur"}, {}):
         with pytest.raises(KeyReused, match=r"another value of (amount|currency)"):
             bank(key="a", **changed)
@@ -36,7 +38,9 @@ def test_arguments_that_compare_by_identity_are_no_reason_to_refuse() -> None:
     assert len(bank.effects) == 1
 
 
-def failures_of(view: Any, serve: Callable[..., None], sender: Sender, **options: Any) -> list[Failure]:
+def failures_of(
+    view: Any, serve: Callable[..., None], sender: Sender, **options: Any
+) -> list[Failure]:
     """Return what the kit reports of a view."""
     serve(view=view)
     with pytest.raises(DoesNotSurvive) as caught:
@@ -49,7 +53,11 @@ def failures_of(view: Any, serve: Callable[..., None], sender: Sender, **options
     [(None, dict, cures.UNSAFE_CALL), ("key", lambda: {"key": uuid.uuid4().hex}, cures.RANDOM_KEY)],
 )
 def test_a_call_without_arguments_that_is_made_twice_is_caught(
-    key: str | None, arguments: Callable[[], Any], cure: str, serve: Callable[..., None], sender: Sender
+    key: str | None,
+    arguments: Callable[[], Any],
+    cure: str,
+    serve: Callable[..., None],
+    sender: Sender,
 ) -> None:
     ping = Downstream("ping", key=key)
 
@@ -80,7 +88,9 @@ def test_an_empty_list_in_an_answer_is_compared(serve: Callable[..., None], send
 
 
 @pytest.mark.parametrize("first", ["charge", "customer"])
-def test_two_functions_of_one_system_do_not_hide_each_other(first: str, serve: Callable[..., None], sender: Sender) -> None:
+def test_two_functions_of_one_system_do_not_hide_each_other(
+    first: str, serve: Callable[..., None], sender: Sender
+) -> None:
     second = {"charge": "customer", "customer": "charge"}[first]
     fakes = {name: Downstream("bank", {"id": name}, key="key") for name in (first, second)}
 
@@ -91,10 +101,14 @@ def test_two_functions_of_one_system_do_not_hide_each_other(first: str, serve: C
         fakes["customer"](email="jane", key="always the same")
         return JsonResponse({}, status=201)
 
-    assert {failure.cure for failure in failures_of(charges_twice, serve, sender)} == {cures.RANDOM_KEY}
+    assert {failure.cure for failure in failures_of(charges_twice, serve, sender)} == {
+        cures.RANDOM_KEY
+    }
 
 
-def test_a_fake_of_the_test_is_not_hidden_by_a_downstream(serve: Callable[..., None], sender: Sender) -> None:
+def test_a_fake_of_the_test_is_not_hidden_by_a_downstream(
+    serve: Callable[..., None], sender: Sender
+) -> None:
     sent: list[str] = []
     fake = Downstream("effects", key="key")
 
@@ -109,7 +123,9 @@ def test_a_fake_of_the_test_is_not_hidden_by_a_downstream(serve: Callable[..., N
 
 
 @pytest.mark.parametrize("handled", [False, True])
-def test_a_known_key_with_another_argument_is_caught(handled: bool, serve: Callable[..., None], sender: Sender) -> None:
+def test_a_known_key_with_another_argument_is_caught(
+    handled: bool, serve: Callable[..., None], sender: Sender
+) -> None:
     charge = Downstream("bank", {"id": "ch_1"}, key="key")
 
     @idempotent(recovery_points=[])
@@ -124,4 +140,7 @@ def test_a_known_key_with_another_argument_is_caught(handled: bool, serve: Calla
 
     failures = failures_of(charges, serve, sender)
     assert {failure.cure for failure in failures} == {cures.OTHER_ARGUMENTS}
-    assert all("another value of reference, at tests/crash/test_downstream.py" in failure.cause for failure in failures)
+    assert all(
+        "another value of reference, at tests/crash/test_downstream.py" in failure.cause
+        for failure in failures
+    )

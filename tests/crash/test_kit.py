@@ -26,7 +26,16 @@ from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from idempotency.testing import CannotProve, CrashTestCase, DoesNotSurvive, Report, age, assert_survives, courses, progress
+from idempotency.testing import (
+    CannotProve,
+    CrashTestCase,
+    DoesNotSurvive,
+    Report,
+    age,
+    assert_survives,
+    courses,
+    progress,
+)
 from tests.crash import views
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import lock_end
@@ -46,7 +55,13 @@ def test_nothing_that_tidies_up_gets_through_after_a_death(
     ends = set()
     for course in courses(lambda key: sender.send(key=key), effects=texts, races=False):
         course.check()
-        ends.add((tuple(texts), Entry.objects.filter(name="failed").count(), Account.objects.get().balance))
+        ends.add(
+            (
+                tuple(texts),
+                Entry.objects.filter(name="failed").count(),
+                Account.objects.get().balance,
+            )
+        )
     # What a death before COMMIT leaves, and what every retry comes to.
     assert ends == {((), 0, 0), ((), 0, 1)}
 
@@ -66,13 +81,18 @@ def test_afterwards_the_database_is_as_it_was_and_ids_go_on(
 def sessions() -> int:
     """Return how many connections the database has besides this one."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()")
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+            " pg_backend_pid()"
+        )
         return int(cursor.fetchone()[0])
 
 
 @pytest.mark.postgres
 @pytest.mark.full
-def test_no_connection_of_an_attempt_is_left(serve: Callable[..., None], sender: Sender, texts: list[str]) -> None:
+def test_no_connection_of_an_attempt_is_left(
+    serve: Callable[..., None], sender: Sender, texts: list[str]
+) -> None:
     serve(view=views.refusal)
     before = sessions()
     found = courses(lambda key: sender.send(key=key))
@@ -80,7 +100,8 @@ def test_no_connection_of_an_attempt_is_left(serve: Callable[..., None], sender:
         course.check()
         if course.title.startswith("An attempt is held up"):
             break
-    # Whoever leaves off in the middle, with the traceback of a failure, may still drop the database.
+    # Whoever leaves off in the middle, with the traceback of a failure, may still drop the
+    # database.
     eventually(lambda: sessions() == before)
     assert_survives(lambda key: sender.send(key=key))
     eventually(lambda: sessions() == before)
@@ -106,12 +127,15 @@ def test_each_statement_commit_and_downstream_call_is_a_place(
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what the kit has logged."""
-    return [record.getMessage() for record in caplog.records if record.name == "idempotency.testing"]
+    return [
+        record.getMessage() for record in caplog.records if record.name == "idempotency.testing"
+    ]
 
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[int], None]:
-    """Return a function that sets after how many seconds, and then how often, the kit logs its progress."""
+    """Return a function that sets after how many seconds, and then how often, the kit logs its
+    progress."""
     caplog.set_level("INFO", "idempotency.testing")
 
     def every(seconds: int) -> None:
@@ -136,11 +160,16 @@ def test_it_says_about_how_long_it_will_take_and_how_far_it_is(
     first, *others = said(caplog)
     (expected,) = re.findall(r"about (\d+) courses of events, which take about \d+ s$", first)
     assert 0.7 < int(expected) / len(others) < 1.4
-    assert [int(re.findall(r"crash kit: (\d+) of about", line)[0]) for line in others] == list(range(1, len(others) + 1))
+    assert [int(re.findall(r"crash kit: (\d+) of about", line)[0]) for line in others] == list(
+        range(1, len(others) + 1)
+    )
 
 
 def test_a_short_proof_says_nothing(
-    serve: Callable[..., None], sender: Sender, caplog: pytest.LogCaptureFixture, say: Callable[[int], None]
+    serve: Callable[..., None],
+    sender: Sender,
+    caplog: pytest.LogCaptureFixture,
+    say: Callable[[int], None],
 ) -> None:
     say(3600)
     serve(view=views.refusal)
@@ -156,9 +185,22 @@ LINE = "crash kit: about 200 courses of events, which take about 60 s"
 def test_pytest_shows_it_while_the_test_runs(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["idempotency.testing.plugin"]\n')
     (tmp_path / "test_order.py").write_text(f"def test_an_order():\n    {SAYS}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "--ds=tests.settings", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--ds=tests.settings",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+    ]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(PYTHONPATH=str(settings.BASE_DIR)), capture_output=True, text=True
+        command,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(settings.BASE_DIR)),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert LINE in done.stdout.splitlines()
@@ -168,7 +210,13 @@ def test_pytest_shows_it_while_the_test_runs(tmp_path: Path) -> None:
 def test_a_terminal_shows_it_where_lines_of_this_level_are_not_logged(tmp_path: Path) -> None:
     def say(stderr: Any) -> None:
         code = f"import django; django.setup(); {SAYS}"
-        subprocess.run([sys.executable, "-c", code], cwd=settings.BASE_DIR, env=environment(), stderr=stderr, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=settings.BASE_DIR,
+            env=environment(),
+            stderr=stderr,
+            check=True,
+        )
 
     terminal, stderr = pty.openpty()
     say(stderr)
@@ -178,13 +226,17 @@ def test_a_terminal_shows_it_where_lines_of_this_level_are_not_logged(tmp_path: 
     assert (tmp_path / "log").read_bytes() == b""
 
 
-def test_a_view_without_protection_proves_nothing(serve: Callable[..., None], sender: Sender) -> None:
+def test_a_view_without_protection_proves_nothing(
+    serve: Callable[..., None], sender: Sender
+) -> None:
     serve(view=lambda request: JsonResponse({}))
     with pytest.raises(CannotProve, match="Is the view decorated"):
         assert_survives(lambda key: sender.send(key=key))
 
 
-def test_a_view_that_fails_proves_nothing_and_shows_its_error(serve: Callable[..., None], sender: Sender) -> None:
+def test_a_view_that_fails_proves_nothing_and_shows_its_error(
+    serve: Callable[..., None], sender: Sender
+) -> None:
     @idempotent
     def fails(request: HttpRequest) -> Any:
         raise ValueError("the reason")
@@ -196,7 +248,9 @@ def test_a_view_that_fails_proves_nothing_and_shows_its_error(serve: Callable[..
 
 
 def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
-    key = IdempotencyKeyFactory(claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7", locked_until=lock_end())
+    key = IdempotencyKeyFactory(
+        claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7", locked_until=lock_end()
+    )
     other = IdempotencyKeyFactory()
     created_at = key.created_at
     assert not IdempotencyKey.objects.abandoned().exists()
@@ -209,12 +263,20 @@ def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
 
 
 def test_an_aged_key_ages_in_all_that_it_remembers() -> None:
-    moments = {field.name for field in IdempotencyKey._meta.concrete_fields if isinstance(field, DateTimeField)}
+    moments = {
+        field.name
+        for field in IdempotencyKey._meta.concrete_fields
+        if isinstance(field, DateTimeField)
+    }
     moments -= {"finished_at", "locked_until"}  # of a key that is finished, or held
     now = timezone.now()
-    key = IdempotencyKeyFactory(**dict.fromkeys(moments, now), stuck_code="a code", stuck_reason="the reason")
+    key = IdempotencyKeyFactory(
+        **dict.fromkeys(moments, now), stuck_code="a code", stuck_reason="the reason"
+    )
     age(key, seconds=3600)
-    assert {name for name in moments if (now - getattr(key, name)).total_seconds() == 3600} == moments
+    assert {
+        name for name in moments if (now - getattr(key, name)).total_seconds() == 3600
+    } == moments
 
 
 class InAnOpenTransaction(TestCase):
@@ -252,7 +314,9 @@ def sets_a_header_late(request: HttpRequest) -> HttpResponseBase:
     return key.response()  # type: ignore[no-any-return]
 
 
-def test_a_header_that_the_replay_lacks_is_found(serve: Callable[..., None], sender: Sender) -> None:
+def test_a_header_that_the_replay_lacks_is_found(
+    serve: Callable[..., None], sender: Sender
+) -> None:
     serve(view=sets_a_header_late)
     with pytest.raises(CannotProve, match="'x-charge'"):
         assert_survives(lambda key: sender.send(key=key), races=False)
@@ -266,10 +330,14 @@ def reads_the_session(request: HttpRequest) -> HttpResponseBase:
     return JsonResponse({}, status=201)
 
 
-def test_a_header_of_a_middleware_for_caches_is_no_difference(serve: Callable[..., None], sender: Sender) -> None:
+def test_a_header_of_a_middleware_for_caches_is_no_difference(
+    serve: Callable[..., None], sender: Sender
+) -> None:
     serve(view=reads_the_session)
     client = Client()
-    assert_survives(lambda key: client.post("/view/", headers={"Idempotency-Key": key}), races=False)
+    assert_survives(
+        lambda key: client.post("/view/", headers={"Idempotency-Key": key}), races=False
+    )
 
 
 def test_a_call_over_tls_is_a_place_to_die(serve: Callable[..., None], sender: Sender) -> None:
@@ -297,7 +365,9 @@ def test_a_call_over_tls_is_a_place_to_die(serve: Callable[..., None], sender: S
         return found
 
     def call(path: str) -> int:
-        client = HTTPSConnection("127.0.0.1", server.server_port, context=context(ssl.PROTOCOL_TLS_CLIENT), timeout=10)
+        client = HTTPSConnection(
+            "127.0.0.1", server.server_port, context=context(ssl.PROTOCOL_TLS_CLIENT), timeout=10
+        )
         with closing(client):
             client.request("POST", path)
             return client.getresponse().status
@@ -314,7 +384,9 @@ def test_a_call_over_tls_is_a_place_to_die(serve: Callable[..., None], sender: S
 
     serve(view=view)
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
-        server.socket = context(ssl.PROTOCOL_TLS_SERVER).wrap_socket(server.socket, server_side=True)
+        server.socket = context(ssl.PROTOCOL_TLS_SERVER).wrap_socket(
+            server.socket, server_side=True
+        )
         with background(server.serve_forever):
             try:
                 with pytest.raises(DoesNotSurvive):

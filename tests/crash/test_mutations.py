@@ -21,12 +21,32 @@ WRONG = [
     ("missing_recovery_point_of_a_unique_row", cures.NO_RECOVERY_POINT, 'write(request, "made")'),
     ("unsafe_call", cures.UNSAFE_CALL, 'systems.text("hello")'),
     ("call_in_a_plain_view", cures.UNSAFE_CALL, 'systems.text("hello")'),
-    ("random_downstream_key", cures.RANDOM_KEY, "systems.charge(amount=5, idempotency_key=str(uuid.uuid4()))"),
-    ("answer_from_a_variable", cures.OTHER_ANSWER, 'phase.set_response(JsonResponse({"new": new}, status=201))'),
-    ("answer_from_a_random_value", cures.OTHER_ANSWER, 'phase.set_response(JsonResponse({"number": number}, status=201))'),
-    ("variable_of_an_earlier_run", cures.GONE_WITH_THE_RUN, 'phase.set_response(JsonResponse({"id": entry.pk}, status=201))'),
+    (
+        "random_downstream_key",
+        cures.RANDOM_KEY,
+        "systems.charge(amount=5, idempotency_key=str(uuid.uuid4()))",
+    ),
+    (
+        "answer_from_a_variable",
+        cures.OTHER_ANSWER,
+        'phase.set_response(JsonResponse({"new": new}, status=201))',
+    ),
+    (
+        "answer_from_a_random_value",
+        cures.OTHER_ANSWER,
+        'phase.set_response(JsonResponse({"number": number}, status=201))',
+    ),
+    (
+        "variable_of_an_earlier_run",
+        cures.GONE_WITH_THE_RUN,
+        'phase.set_response(JsonResponse({"id": entry.pk}, status=201))',
+    ),
     ("effect_after_commit", cures.LOST, 'systems.text("hello")'),
-    ("charge_after_the_point", cures.LOST, 'systems.charge(amount=5, idempotency_key=key.derive("charge"))'),
+    (
+        "charge_after_the_point",
+        cures.LOST,
+        'systems.charge(amount=5, idempotency_key=key.derive("charge"))',
+    ),
 ]
 
 
@@ -38,7 +58,11 @@ def send_to(view: str, serve: Callable[..., None], sender: Sender) -> Callable[[
 
 @pytest.mark.parametrize("view", RIGHT)
 def test_a_correct_view_passes(
-    view: str, serve: Callable[..., None], sender: Sender, texts: list[str], line: Callable[[str, str], None]
+    view: str,
+    serve: Callable[..., None],
+    sender: Sender,
+    texts: list[str],
+    line: Callable[[str, str], None],
 ) -> None:
     report = assert_survives(send_to(view, serve, sender), effects=texts)
     line(f"correct: {view}", f"passes: {report}")
@@ -64,15 +88,17 @@ def test_a_planted_bug_is_caught_with_its_place_and_its_cure(
         check_each()
     (failure,) = caught.value.failures
     assert failure.cure == cure
-    assert any(f"tests/crash/views.py:{number} in {view}" in failure.cause for number in lines_near(view, culprit)), str(
-        failure
-    )
+    assert any(
+        f"tests/crash/views.py:{number} in {view}" in failure.cause
+        for number in lines_near(view, culprit)
+    ), str(failure)
     assert "tests/crash/" in failure.course or "tests/kit/serving.py" in failure.course
     line(f"planted: {view.replace('_', ' ')}", f"caught: {failure.cause[:110]}")
 
 
 def lines_near(view: str, culprit: str) -> range:
-    """Return the lines of a view from two before the culprit to two after: a ``with`` block commits at its own line."""
+    """Return the lines of a view from two before the culprit to two after: a ``with`` block commits
+    at its own line."""
     source, first = inspect.getsourcelines(getattr(views, view))
     (number,) = (first + offset for offset, text in enumerate(source) if culprit in text)
     return range(number - 2, number + 3)

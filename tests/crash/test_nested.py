@@ -1,4 +1,5 @@
-"""A view in a transaction of a middleware, and a view that another one calls, survive a crash at each place."""
+"""A view in a transaction of a middleware, and a view that another one calls, survive a crash at
+each place."""
 
 from collections.abc import Callable
 
@@ -31,7 +32,9 @@ def named(request: HttpRequest) -> HttpResponseBase:
     return HttpResponse(status=201)
 
 
-def test_a_plain_view_in_a_transaction_of_a_middleware(serve: Callable[..., None], sender: Sender, settings: Settings) -> None:
+def test_a_plain_view_in_a_transaction_of_a_middleware(
+    serve: Callable[..., None], sender: Sender, settings: Settings
+) -> None:
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.in_a_transaction"]
     serve(view=plain(create))
     assert_survives(lambda key: sender.send(key=key))

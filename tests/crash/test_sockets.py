@@ -20,7 +20,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Return a port on which another system listens. It accepts connections and data without a program."""
+    """Return a port on which another system listens. It accepts connections and data without a
+    program."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -51,7 +52,9 @@ def caught(view: Any, serve: Callable[..., None], sender: Sender) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [plain, phased])
-def test_a_call_inside_a_transaction_is_reported(kind: Any, port: int, serve: Callable[..., None], sender: Sender) -> None:
+def test_a_call_inside_a_transaction_is_reported(
+    kind: Any, port: int, serve: Callable[..., None], sender: Sender
+) -> None:
     connects, sends = caught(kind(calls(port)), serve, sender)
     for failure in (connects, sends):
         assert f"127.0.0.1:{port}" in failure.course
@@ -59,7 +62,9 @@ def test_a_call_inside_a_transaction_is_reported(kind: Any, port: int, serve: Ca
         assert "in call" in failure.cause
 
 
-def test_a_call_of_an_async_view_is_reported(port: int, serve: Callable[..., None], sender: Sender) -> None:
+def test_a_call_of_an_async_view_is_reported(
+    port: int, serve: Callable[..., None], sender: Sender
+) -> None:
     @idempotent
     async def view(request: HttpRequest) -> HttpResponse:
         call(port)
@@ -68,7 +73,9 @@ def test_a_call_of_an_async_view_is_reported(port: int, serve: Callable[..., Non
     assert caught(view, serve, sender)
 
 
-def test_a_connection_that_is_open_already_is_reported(port: int, serve: Callable[..., None], sender: Sender) -> None:
+def test_a_connection_that_is_open_already_is_reported(
+    port: int, serve: Callable[..., None], sender: Sender
+) -> None:
     with socket.create_connection(("127.0.0.1", port)) as pooled:
 
         @plain
@@ -80,7 +87,9 @@ def test_a_connection_that_is_open_already_is_reported(port: int, serve: Callabl
     assert f"127.0.0.1:{port}" in failure.course
 
 
-def test_a_call_between_two_phases_is_not_reported(port: int, serve: Callable[..., None], sender: Sender) -> None:
+def test_a_call_between_two_phases_is_not_reported(
+    port: int, serve: Callable[..., None], sender: Sender
+) -> None:
     view = two_phases(lambda request: None, lambda request: HttpResponse(), call=lambda: call(port))
     serve(view=view)
     assert_survives(lambda key: sender.send(key=key), races=False)
@@ -93,16 +102,30 @@ MEMCACHED = {"BACKEND": "django.core.cache.backends.memcached.PyMemcacheCache"}
 @pytest.mark.parametrize(
     "named",
     [
-        lambda port: {"CACHES": {"default": REDIS | {"LOCATION": f"redis://:secret@localhost:{port}/1"}}},
-        lambda port: {"CACHES": {"default": REDIS | {"LOCATION": ["redis://localhost", f"redis://127.0.0.1:{port}"]}}},
-        lambda port: {"CACHES": {"default": MEMCACHED | {"LOCATION": f"unix:/none.sock;127.0.0.1:{port}"}}},
+        lambda port: {
+            "CACHES": {"default": REDIS | {"LOCATION": f"redis://:secret@localhost:{port}/1"}}
+        },
+        lambda port: {
+            "CACHES": {
+                "default": REDIS | {"LOCATION": ["redis://localhost", f"redis://127.0.0.1:{port}"]}
+            }
+        },
+        lambda port: {
+            "CACHES": {"default": MEMCACHED | {"LOCATION": f"unix:/none.sock;127.0.0.1:{port}"}}
+        },
         lambda port: {"RQ_QUEUES": {"default": {"HOST": "localhost", "PORT": str(port)}}},
         lambda port: {"RQ_QUEUES": {"default": {"URL": f"redis://localhost:{port}"}}},
-        lambda port: {"CELERY_BROKER_URL": f"amqp://guest@unknown.invalid//;amqp://guest@localhost:{port}//"},
+        lambda port: {
+            "CELERY_BROKER_URL": f"amqp://guest@unknown.invalid//;amqp://guest@localhost:{port}//"
+        },
     ],
 )
 def test_a_service_of_the_settings_may_be_called_inside_a_transaction(
-    named: Callable[[int], dict[str, Any]], port: int, serve: Callable[..., None], sender: Sender, settings: Settings
+    named: Callable[[int], dict[str, Any]],
+    port: int,
+    serve: Callable[..., None],
+    sender: Sender,
+    settings: Settings,
 ) -> None:
     for name, value in named(port).items():
         setattr(settings, name, value)
@@ -110,12 +133,16 @@ def test_a_service_of_the_settings_may_be_called_inside_a_transaction(
     assert_survives(lambda key: sender.send(key=key), races=False)
 
 
-def test_an_address_that_the_test_names_may_be_called(port: int, serve: Callable[..., None], sender: Sender) -> None:
+def test_an_address_that_the_test_names_may_be_called(
+    port: int, serve: Callable[..., None], sender: Sender
+) -> None:
     serve(view=plain(calls(port)))
     assert_survives(lambda key: sender.send(key=key), races=False, ignore=[f"localhost:{port}"])
 
 
-def test_an_error_of_a_socket_that_is_not_connected_is_the_same(serve: Callable[..., None], sender: Sender) -> None:
+def test_an_error_of_a_socket_that_is_not_connected_is_the_same(
+    serve: Callable[..., None], sender: Sender
+) -> None:
     raised: list[OSError] = []
 
     @plain

@@ -118,7 +118,8 @@ def test_a_value_of_an_earlier_phase_is_found(prove: Callable[[Any], Any]) -> No
 
 
 def test_a_request_may_be_refused_for_another_one(prove: Callable[[Any], Any]) -> None:
-    """Two consecutive requests both take a seat. Of two concurrent ones, one is refused and leaves nothing."""
+    """Two consecutive requests both take a seat. Of two concurrent ones, one is refused and leaves
+    nothing."""
 
     def take(request: HttpRequest) -> HttpResponse:
         taken = Account.objects.get(name="till").balance

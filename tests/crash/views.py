@@ -1,4 +1,5 @@
-"""Views with one bug each, and the same views made right. The fakes of other systems are attributes that a test replaces."""
+"""Views with one bug each, and the same views made right. The fakes of other systems are attributes
+that a test replaces."""
 
 import uuid
 from types import SimpleNamespace
@@ -63,7 +64,9 @@ def phased(request: HttpRequest) -> HttpResponseBase:
                     write(request, "made")
                     phase.set_recovery_point("made")
             case "made":
-                charge = systems.charge(amount=5, idempotency_key=key.derive("charge", valid_seconds=23 * 3600))
+                charge = systems.charge(
+                    amount=5, idempotency_key=key.derive("charge", valid_seconds=23 * 3600)
+                )
                 with atomic_phase(key) as phase:
                     Entry.objects.filter(idempotency_key=key).update(name=charge["id"])
                     phase.set_recovery_point("charged")
@@ -71,7 +74,9 @@ def phased(request: HttpRequest) -> HttpResponseBase:
                 entry = Entry.objects.get(idempotency_key=key)
                 with atomic_phase(key) as phase:
                     stage_job("tests.kit.jobs.anything", {"entry_id": entry.pk})
-                    phase.set_response(JsonResponse({"id": entry.pk, "charge": entry.name}, status=201))
+                    phase.set_response(
+                        JsonResponse({"id": entry.pk, "charge": entry.name}, status=201)
+                    )
     return key.response()
 
 

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def abandon(sandbox, phone, fault) -> IdempotencyKey:
-    """Let the booking fail with ``fault``, and its client and the completer be silent for 73 hours."""
+    """Let the booking fail with ``fault``, and its client and the completer be silent for 73
+    hours."""
     sandbox.faults.replace([{"fault": fault, "count": 1}])
     assert phone.book(key="gone").status_code == 503
     IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=73))

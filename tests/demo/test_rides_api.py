@@ -37,7 +37,9 @@ def error_code(response):
 
 
 def take_lock(key, seconds_ago):
-    IdempotencyKey.objects.filter(idempotency_key=key).update(locked_until=lock_end(seconds_ago), claim_token=uuid.uuid4())
+    IdempotencyKey.objects.filter(idempotency_key=key).update(
+        locked_until=lock_end(seconds_ago), claim_token=uuid.uuid4()
+    )
 
 
 @pytest.fixture
@@ -79,10 +81,17 @@ class TestBooking:
         assert (charge.id, charge.amount, charge.currency) == (ride.stripe_charge_id, 2000, "usd")
         assert charge.metadata["ride_id"] == str(ride.pk)
         record = AuditRecord.objects.get()
-        assert (record.action, record.resource_type, record.resource_id) == ("ride.created", "ride", ride.pk)
+        assert (record.action, record.resource_type, record.resource_id) == (
+            "ride.created",
+            "ride",
+            ride.pk,
+        )
         assert (record.user, record.origin_ip) == (jane.user, "127.0.0.1")
         job = StagedJob.objects.get()
-        assert (job.job_name, job.job_args) == ("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk, "shard": "default"})
+        assert (job.job_name, job.job_args) == (
+            "rides_demo.jobs.send_ride_receipt",
+            {"ride_id": ride.pk, "shard": "default"},
+        )
 
     def test_a_finished_key_gets_the_same_bytes_and_does_nothing(self, jane):
         first = jane.book(key="again")
@@ -91,7 +100,12 @@ class TestBooking:
 
         assert (second.status_code, second.content) == (201, first.content)
         assert (second["Location"], second["Idempotent-Replayed"]) == (first["Location"], "true")
-        assert (Ride.objects.count(), AuditRecord.objects.count(), StagedJob.objects.count(), len(charges())) == (1, 1, 1, 1)
+        assert (
+            Ride.objects.count(),
+            AuditRecord.objects.count(),
+            StagedJob.objects.count(),
+            len(charges()),
+        ) == (1, 1, 1, 1)
 
     def test_a_form_books_as_well(self, jane):
         body = "&".join(f"{name}={value}" for name, value in RIDE.items()).encode()
@@ -103,7 +117,9 @@ class TestBooking:
 
     def test_a_multipart_form_books_as_well(self, jane):
         response = jane.client.post(
-            "/rides", RIDE, headers={"Authorization": f"Bearer {jane.token}", "Idempotency-Key": "multipart"}
+            "/rides",
+            RIDE,
+            headers={"Authorization": f"Bearer {jane.token}", "Idempotency-Key": "multipart"},
         )
 
         assert response.status_code == 201
@@ -143,7 +159,9 @@ class TestRefusals:
     def test_without_a_known_token_nothing_happens(self, jane, header, code):
         headers = {"Idempotency-Key": "k"} | ({} if header is None else {"Authorization": header})
 
-        response = jane.client.post("/rides", RIDE, content_type="application/json", headers=headers)
+        response = jane.client.post(
+            "/rides", RIDE, content_type="application/json", headers=headers
+        )
 
         assert (response.status_code, error_code(response)) == (401, code)
         assert not IdempotencyKey.objects.exists()
@@ -173,7 +191,9 @@ class TestRefusals:
         response = jane.book(body, key="kept")
 
         assert response.status_code == 422
-        assert response.json() == {"error": {"code": "param_missing", "message": f"Please specify parameter '{name}'."}}
+        assert response.json() == {
+            "error": {"code": "param_missing", "message": f"Please specify parameter '{name}'."}
+        }
         assert not IdempotencyKey.objects.exists()
         assert jane.book(RIDE, key="kept").status_code == 201
 
@@ -198,7 +218,9 @@ class TestRefusals:
         ],
     )
     def test_what_is_not_on_earth_is_refused(self, jane, name, value, code, word):
-        members = ",".join(f'"{other}": {value if other == name else number}' for other, number in RIDE.items())
+        members = ",".join(
+            f'"{other}": {value if other == name else number}' for other, number in RIDE.items()
+        )
 
         response = jane.book(f"{{{members}}}".encode())
 
@@ -219,22 +241,34 @@ class TestPayment:
         second = joe.book(key="declined")
 
         assert first.status_code == 402
-        assert first.json() == {"error": {"code": "payment_declined", "message": "Your card was declined."}}
-        assert (second.status_code, second.content, second["Idempotent-Replayed"]) == (402, first.content, "true")
+        assert first.json() == {
+            "error": {"code": "payment_declined", "message": "Your card was declined."}
+        }
+        assert (second.status_code, second.content, second["Idempotent-Replayed"]) == (
+            402,
+            first.content,
+            "true",
+        )
         assert IdempotencyKey.objects.get().recovery_point == "finished"
         assert Ride.objects.get().stripe_charge_id is None
         assert not charges()
         assert not StagedJob.objects.exists()
 
     @pytest.mark.parametrize("fault", ["down", "429", "500_before", "cut_before", "cut_after"])
-    def test_an_unavailable_payment_is_not_stored_and_the_retry_goes_on_with_one_charge(self, jane, sandbox, fault):
+    def test_an_unavailable_payment_is_not_stored_and_the_retry_goes_on_with_one_charge(
+        self, jane, sandbox, fault
+    ):
         faults(sandbox, (fault, 2))
         for _ in range(2):
             response = jane.book(key="patient")
             assert (response.status_code, error_code(response)) == (503, "payment_unavailable")
             assert int(response["Retry-After"]) >= 1
         key = IdempotencyKey.objects.get()
-        assert (key.recovery_point, key.locked_until, key.response_code) == ("ride_created", None, None)
+        assert (key.recovery_point, key.locked_until, key.response_code) == (
+            "ride_created",
+            None,
+            None,
+        )
 
         response = jane.book(key="patient")
 
@@ -258,7 +292,9 @@ class TestPayment:
         assert response.status_code == 201
         assert len(charges()) == 1
 
-    def test_a_stored_failure_of_stripe_behind_which_there_is_a_charge_goes_on_with_it(self, jane, sandbox):
+    def test_a_stored_failure_of_stripe_behind_which_there_is_a_charge_goes_on_with_it(
+        self, jane, sandbox
+    ):
         faults(sandbox, ("500_after", 1))
         assert jane.book(key="found").status_code == 503
 
@@ -273,12 +309,16 @@ class TestPayment:
 
         answers = [jane.book(key="stuck") for _ in range(2)]
 
-        assert {(answer.status_code, answer.json()["code"]) for answer in answers} == {(409, "key_stuck")}
+        assert {(answer.status_code, answer.json()["code"]) for answer in answers} == {
+            (409, "key_stuck")
+        }
         key = IdempotencyKey.objects.get()
         assert key.stuck_at is not None
         assert f"no charge for ride {Ride.objects.get().pk}" in key.stuck_reason
 
-    def test_a_charge_is_not_made_again_after_stripe_may_have_forgotten_its_key(self, jane, sandbox):
+    def test_a_charge_is_not_made_again_after_stripe_may_have_forgotten_its_key(
+        self, jane, sandbox
+    ):
         faults(sandbox, ("cut_after", 1))
         assert jane.book(key="old").status_code == 503
         IdempotencyKey.objects.update(created_at=timezone.now() - timedelta(hours=23, minutes=1))
@@ -339,7 +379,9 @@ class TestRecovery:
 
     @pytest.mark.postgres
     @pytest.mark.parametrize(("failures", "status"), [(1, 201), (1000, 409)])
-    def test_a_serialization_failure_is_retried_and_then_frees_the_key(self, jane, monkeypatch, settings, failures, status):
+    def test_a_serialization_failure_is_retried_and_then_frees_the_key(
+        self, jane, monkeypatch, settings, failures, status
+    ):
         settings.IDEMPOTENCY = settings.IDEMPOTENCY | {"SERIALIZATION_RETRIES": 2}
         left, audit = [failures], views._audit
 
@@ -376,7 +418,8 @@ class TestCompleter:
         jane.book(key="gone")
         now = timezone.now()
         IdempotencyKey.objects.update(
-            created_at=now - timedelta(seconds=created_seconds_ago), last_run_at=now - timedelta(seconds=last_run_seconds_ago)
+            created_at=now - timedelta(seconds=created_seconds_ago),
+            last_run_at=now - timedelta(seconds=last_run_seconds_ago),
         )
 
     def test_it_finishes_a_ride_as_its_own_rider_without_their_token(self, jane, sandbox):
@@ -386,7 +429,11 @@ class TestCompleter:
         assert complete_once().finished == 1
 
         key, ride = IdempotencyKey.objects.get(), Ride.objects.get()
-        assert (key.recovery_point, key.response_code, ride.user.username) == ("finished", 201, "jane")
+        assert (key.recovery_point, key.response_code, ride.user.username) == (
+            "finished",
+            201,
+            "jane",
+        )
         assert [charge.id for charge in charges()] == [ride.stripe_charge_id]
         assert StagedJob.objects.get().job_args == {"ride_id": ride.pk, "shard": "default"}
 
@@ -408,7 +455,9 @@ class TestCompleter:
         assert (key.recovery_point, key.locked_until, key.stuck_at) == ("ride_created", None, None)
 
     @pytest.mark.parametrize(("created", "last_run"), [(2970, 601), (3001, 570)])
-    def test_a_client_who_may_still_come_back_is_left_alone(self, jane, sandbox, settings, created, last_run):
+    def test_a_client_who_may_still_come_back_is_left_alone(
+        self, jane, sandbox, settings, created, last_run
+    ):
         limits = {"COMPLETER_MIN_AGE_SECONDS": 3000, "COMPLETER_IDLE_SECONDS": 600}
         settings.IDEMPOTENCY = settings.IDEMPOTENCY | limits
         self.abandon(jane, sandbox, created, last_run)

@@ -37,7 +37,12 @@ def booked(checker, jane):
 def charge(ride_id, key):
     client = payments.stripe_client()
     customer = Ride.objects.get(pk=ride_id).user.stripe_customer_id
-    parameters = {"amount": 2000, "currency": "usd", "customer": customer, "metadata": {"ride_id": str(ride_id)}}
+    parameters = {
+        "amount": 2000,
+        "currency": "usd",
+        "customer": customer,
+        "metadata": {"ride_id": str(ride_id)},
+    }
     return client.v1.charges.create(parameters, {"idempotency_key": key}).id
 
 
@@ -46,7 +51,10 @@ def test_a_completed_booking_is_consistent(checker, booked):
 
     assert (result.consistent, result.findings) == (True, [])
     assert (result.keys, result.rides, result.charges, result.receipts) == (1, 1, 1, 1)
-    assert result.summary_line() == "double charges 0, lost rides 0, missing receipts 0, unfinished keys 0"
+    assert (
+        result.summary_line()
+        == "double charges 0, lost rides 0, missing receipts 0, unfinished keys 0"
+    )
     assert checker.is_idle()
 
 
@@ -138,9 +146,15 @@ def test_a_wrong_answer_is_an_inconsistency(checker, booked):
 
 
 def test_the_same_seed_is_the_same_plan_under_new_keys():
-    one, two, other = Plan.draw(300, FAULTS, 7), Plan.draw(300, FAULTS, 7), Plan.draw(300, FAULTS, 8)
+    one, two, other = (
+        Plan.draw(300, FAULTS, 7),
+        Plan.draw(300, FAULTS, 7),
+        Plan.draw(300, FAULTS, 8),
+    )
 
-    assert [(b.kind, b.token, b.body) for b in one.bookings] == [(b.kind, b.token, b.body) for b in two.bookings]
+    assert [(b.kind, b.token, b.body) for b in one.bookings] == [
+        (b.kind, b.token, b.body) for b in two.bookings
+    ]
     assert one.events == two.events != other.events
     assert [b.kind for b in one.bookings] != [b.kind for b in other.bookings]
     assert not {b.key for b in one.bookings} & {b.key for b in two.bookings}

@@ -57,13 +57,17 @@ def test_a_service_that_no_supervisor_started_has_no_button(
     window: Client, monkeypatch: pytest.MonkeyPatch, supervisor: str | None
 ) -> None:
     if supervisor is not None:
-        monkeypatch.setenv(web_workers.SUPERVISOR, str(os.getpid()) if supervisor == "this process" else supervisor)
+        monkeypatch.setenv(
+            web_workers.SUPERVISOR, str(os.getpid()) if supervisor == "this process" else supervisor
+        )
 
     assert b"/switches/kill" not in window.get("/").content
     assert window.post("/switches/kill", posted(window)).status_code == 404
 
 
-def test_the_worker_that_runs_the_booking_is_killed(window: Client, victim: subprocess.Popen[bytes]) -> None:
+def test_the_worker_that_runs_the_booking_is_killed(
+    window: Client, victim: subprocess.Popen[bytes]
+) -> None:
     with switches.running.entered("Bearer demo-jane", "k"):
         hand_over(victim.pid)
         answer = window.post("/switches/kill", posted(window))
@@ -72,7 +76,9 @@ def test_the_worker_that_runs_the_booking_is_killed(window: Client, victim: subp
     assert victim.wait(60) == -signal.SIGKILL
 
 
-def test_no_other_site_no_stranger_and_no_other_machine_kills(window: Client, victim: subprocess.Popen[bytes]) -> None:
+def test_no_other_site_no_stranger_and_no_other_machine_kills(
+    window: Client, victim: subprocess.Popen[bytes]
+) -> None:
     form = posted(window)
     with switches.running.entered("Bearer demo-jane", "k"):
         hand_over(victim.pid)

@@ -26,12 +26,18 @@ def formatted(error: Exception, *, written_into_the_message: bool = False) -> st
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OperationalError("refused\n\tIs it running?"), "django.db.utils.OperationalError: refused"),
+        (
+            OperationalError("refused\n\tIs it running?"),
+            "django.db.utils.OperationalError: refused",
+        ),
         (RedisConnectionError("refused"), "redis.exceptions.ConnectionError: refused"),
     ],
 )
 def test_a_service_that_is_down_is_one_line(error, line, written_into_the_message):
-    assert formatted(error, written_into_the_message=written_into_the_message) == f"ERROR job 7 failed: {line}"
+    assert (
+        formatted(error, written_into_the_message=written_into_the_message)
+        == f"ERROR job 7 failed: {line}"
+    )
 
 
 def test_the_error_behind_another_one_does_not_hide_a_bug():

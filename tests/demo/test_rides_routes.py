@@ -1,4 +1,5 @@
-"""The other routes of Rocket Rides: reading and changing rides, Stripe's events, the web page, health."""
+"""The other routes of Rocket Rides: reading and changing rides, Stripe's events, the web page,
+health."""
 
 # ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
 
@@ -37,7 +38,10 @@ class TestReading:
         assert (response.status_code, response.json()["ride"]) == (200, booked.json()["ride"])
         assert response["ETag"] == booked["ETag"]
 
-    @pytest.mark.parametrize("path", ["/rides/1000000", "/rides/99999999999999999999", "/rides/0", "/rides/" + "9" * 5000])
+    @pytest.mark.parametrize(
+        "path",
+        ["/rides/1000000", "/rides/99999999999999999999", "/rides/0", "/rides/" + "9" * 5000],
+    )
     def test_there_is_no_other_ride(self, jane, path):
         assert jane.send("GET", path).status_code == 404
 
@@ -85,7 +89,10 @@ class TestCreationByReference:
     def test_the_reference_of_another_rider_is_free(self, jane, max_):
         path = f"/rides/by-ref/{uuid.uuid4()}"
 
-        assert (jane.send("PUT", path, RIDE).status_code, max_.send("PUT", path, RIDE).status_code) == (201, 201)
+        assert (
+            jane.send("PUT", path, RIDE).status_code,
+            max_.send("PUT", path, RIDE).status_code,
+        ) == (201, 201)
 
     def test_the_body_is_checked(self, jane):
         response = jane.send("PUT", f"/rides/by-ref/{uuid.uuid4()}", {})
@@ -113,14 +120,20 @@ class TestChangingTheTarget:
 
         assert (first.status_code, first.json()["ride"]["target"]) == (200, [1.5, -2.5])
         # The ETag is stale by now, but the answer is older than the question.
-        assert (second.status_code, second.content, second["Idempotent-Replayed"]) == (200, first.content, "true")
+        assert (second.status_code, second.content, second["Idempotent-Replayed"]) == (
+            200,
+            first.content,
+            "true",
+        )
         assert first["ETag"] == jane.send("GET", path)["ETag"] != etag
         assert AuditRecord.objects.get().action == "ride.target_changed"
 
     def test_a_stale_ride_is_not_changed_and_spends_no_key(self, jane, path, etag):
         jane.send("PATCH", path, TARGET, key="first", If_Match=etag)
 
-        response = jane.send("PATCH", path, {"target_lat": 3, "target_lon": 3}, key="second", If_Match=etag)
+        response = jane.send(
+            "PATCH", path, {"target_lat": 3, "target_lon": 3}, key="second", If_Match=etag
+        )
 
         assert (response.status_code, error_code(response)) == (412, "precondition_failed")
         assert not IdempotencyKey.objects.filter(idempotency_key="second").exists()
@@ -129,7 +142,10 @@ class TestChangingTheTarget:
     def test_only_a_strong_match_counts(self, jane, path, etag):
         current = jane.send("GET", path)["ETag"].strip('"')
 
-        assert jane.send("PATCH", path, TARGET, key="k", If_Match=etag.format(current)).status_code == 412
+        assert (
+            jane.send("PATCH", path, TARGET, key="k", If_Match=etag.format(current)).status_code
+            == 412
+        )
 
     def test_any_state_will_do_when_the_client_says_so(self, jane, path):
         assert jane.send("PATCH", path, TARGET, key="k", If_Match="*").status_code == 200
@@ -161,7 +177,9 @@ class TestChangingTheTarget:
 
 def event(ride, *, event_id="evt_1", charge="ch_1", kind="charge.succeeded", **fields):
     subject = {"id": charge, "object": "charge", "metadata": {"ride_id": str(ride)}} | fields
-    return json.dumps({"id": event_id, "object": "event", "type": kind, "data": {"object": subject}}).encode()
+    return json.dumps(
+        {"id": event_id, "object": "event", "type": kind, "data": {"object": subject}}
+    ).encode()
 
 
 def deliver(body, *, seconds_ago=0, secret=None, signature=None):
@@ -169,7 +187,9 @@ def deliver(body, *, seconds_ago=0, secret=None, signature=None):
     secret = settings.STRIPE_WEBHOOK_SECRET if secret is None else secret
     proof = hmac.new(secret.encode(), at.encode() + b"." + body, hashlib.sha256).hexdigest()
     headers = {"Stripe-Signature": f"t={at},v1={proof}" if signature is None else signature}
-    return Client(raise_request_exception=False).post("/webhooks/stripe", body, "application/json", headers=headers)
+    return Client(raise_request_exception=False).post(
+        "/webhooks/stripe", body, "application/json", headers=headers
+    )
 
 
 class TestStripeEvents:
@@ -225,12 +245,16 @@ class TestStripeEvents:
 
     def test_a_body_that_was_changed_after_it_was_signed_is_refused(self, ride):
         at, body = str(int(time.time())), event(ride.pk)
-        proof = hmac.new(settings.STRIPE_WEBHOOK_SECRET.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
+        proof = hmac.new(
+            settings.STRIPE_WEBHOOK_SECRET.encode(), f"{at}.".encode() + body, hashlib.sha256
+        ).hexdigest()
 
         assert deliver(body + b" ", signature=f"t={at},v1={proof}").status_code == 400
         assert deliver(body, signature=f"t={at},v1={proof}").status_code == 200
 
-    @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10000, b"{}", b"[]", b"null", b"1"])
+    @pytest.mark.parametrize(
+        "body", [b"", b"{", b"\xff\xfe", b"[" * 10000, b"{}", b"[]", b"null", b"1"]
+    )
     def test_a_signed_body_that_is_no_event_is_refused(self, db, body):
         assert deliver(body).status_code == 400
 
@@ -244,9 +268,16 @@ class TestStripeEvents:
         assert deliver(event(ride.pk, charge=charge)).status_code == 400
         assert Ride.objects.get().paid_at is None
 
-    @pytest.mark.parametrize("subject", [{}, {"id": "ch_1"}, {"id": "ch_1", "metadata": "x"}, [], "x"])
+    @pytest.mark.parametrize(
+        "subject", [{}, {"id": "ch_1"}, {"id": "ch_1", "metadata": "x"}, [], "x"]
+    )
     def test_a_charge_without_its_parts_pays_nothing(self, ride, subject):
-        body = {"id": "evt_1", "object": "event", "type": "charge.succeeded", "data": {"object": subject}}
+        body = {
+            "id": "evt_1",
+            "object": "event",
+            "type": "charge.succeeded",
+            "data": {"object": subject},
+        }
         assert deliver(json.dumps(body).encode()).status_code in (200, 400)
         assert Ride.objects.get().paid_at is None
 
@@ -313,7 +344,10 @@ class TestPage:
 
     def test_another_host_is_not_served(self, db):
         assert Client().get("/", headers={"Host": "evil.example"}).status_code == 400
-        assert "evil" not in Client().get("/", headers={"X-Forwarded-Host": "evil.example"}).content.decode()
+        assert (
+            "evil"
+            not in Client().get("/", headers={"X-Forwarded-Host": "evil.example"}).content.decode()
+        )
 
     def test_the_session_does_not_authenticate_to_the_api(self, jane):
         client = Client()
@@ -334,7 +368,9 @@ class TestPage:
         client = Client()
         client.post("/sign-in", {"token": "demo-jane"})
 
-        assert "soon after it is 30 seconds old" in " ".join(client.get("/").content.decode().split())
+        assert "soon after it is 30 seconds old" in " ".join(
+            client.get("/").content.decode().split()
+        )
 
 
 class TestPageState:
@@ -349,11 +385,18 @@ class TestPageState:
 
         shown = window.get("/page/booking?key=k").json()["booking"]
 
-        assert (shown["state"], shown["response_code"], set(shown["steps"].values())) == ("finished", 201, {"done"})
+        assert (shown["state"], shown["response_code"], set(shown["steps"].values())) == (
+            "finished",
+            201,
+            {"done"},
+        )
         assert (shown["rides"], shown["receipts"], shown["runs"]) == (1, 0, 1)
         assert window.get("/switches/charges?key=k").json() == {"charges": 1}
         assert shown["history"][0]["event"] == "claimed"
-        assert shown["admin"] == f"/admin/idempotency/idempotencykey/{IdempotencyKey.objects.get().pk}/change/"
+        assert (
+            shown["admin"]
+            == f"/admin/idempotency/idempotencykey/{IdempotencyKey.objects.get().pk}/change/"
+        )
 
     def test_a_declined_card_is_a_step_that_was_skipped(self, joe, sandbox):
         window = Client()
@@ -380,9 +423,15 @@ class TestPageState:
 
         assert (held["state"], held["steps"]["charge_created"]) == ("running", "running")
         assert 80 < held["lock_seconds"] < 90
-        assert (free["state"], free["steps"]["charge_created"], free["lock_seconds"]) == ("waiting", "waiting", None)
+        assert (free["state"], free["steps"]["charge_created"], free["lock_seconds"]) == (
+            "waiting",
+            "waiting",
+            None,
+        )
 
-    @pytest.mark.parametrize(("fault", "tries", "state"), [("down", 1, "waiting"), ("500_begun", 2, "stuck")])
+    @pytest.mark.parametrize(
+        ("fault", "tries", "state"), [("down", 1, "waiting"), ("500_begun", 2, "stuck")]
+    )
     def test_a_booking_that_stands_still_says_how(self, jane, window, sandbox, fault, tries, state):
         sandbox.faults.replace([{"fault": fault}])
         for _ in range(tries):
@@ -399,7 +448,11 @@ class TestPageState:
     def test_the_booking_of_another_rider_looks_like_none(self, max_, window):
         max_.book(key="k")
 
-        assert window.get("/page/booking?key=k").json() == {"booking": None} == window.get("/page/booking?key=none").json()
+        assert (
+            window.get("/page/booking?key=k").json()
+            == {"booking": None}
+            == window.get("/page/booking?key=none").json()
+        )
         assert window.get("/switches/charges?key=k").json() == {"charges": 0}
 
     @pytest.mark.parametrize("key", ["", "%00", "%ff"])
@@ -408,9 +461,14 @@ class TestPageState:
 
     @pytest.mark.parametrize("position", BEHAVIOURS)
     def test_the_switch_stays_where_it_was_put(self, window, sandbox, position):
-        assert window.post("/switches/stripe", {"behaviour": position}).json() == {"behaviour": position}
+        assert window.post("/switches/stripe", {"behaviour": position}).json() == {
+            "behaviour": position
+        }
 
-        assert f'value="{position}" aria-describedby="stripe-{position}-text" checked' in window.get("/").content.decode()
+        assert (
+            f'value="{position}" aria-describedby="stripe-{position}-text" checked'
+            in window.get("/").content.decode()
+        )
         assert [fault["fault"] for fault in sandbox.faults.state()["faults"]] == [
             fault["fault"] for fault in BEHAVIOURS[position].faults
         ]

@@ -21,7 +21,9 @@ def book(token, key):
 def seeded(settings, server):
     settings.STRIPE_API_BASE = server.url
     call_command("seed", verbosity=0)
-    return dict(User.objects.exclude(stripe_customer_id=None).values_list("email", "stripe_customer_id"))
+    return dict(
+        User.objects.exclude(stripe_customer_id=None).values_list("email", "stripe_customer_id")
+    )
 
 
 def test_riders_can_book_and_the_admin_can_sign_in(settings):
@@ -29,7 +31,11 @@ def test_riders_can_book_and_the_admin_can_sign_in(settings):
         riders = seeded(settings, server)
 
         assert set(riders) == {"jane@example.com", "joe@example.com", "max@example.com"}
-        assert [book(token, "k") for token in ("demo-jane", "demo-joe", "demo-max")] == [201, 402, 201]
+        assert [book(token, "k") for token in ("demo-jane", "demo-joe", "demo-max")] == [
+            201,
+            402,
+            201,
+        ]
     assert authenticate(username="admin", password="admin").is_superuser
     assert authenticate(username="jane", password="") is None
 

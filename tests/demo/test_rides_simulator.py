@@ -1,4 +1,5 @@
-"""The simulator's clients, against the demo over real HTTP: each does what its kind says, and notices what is wrong."""
+"""The simulator's clients, against the demo over real HTTP: each does what its kind says, and
+notices what is wrong."""
 
 # ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
 
@@ -61,10 +62,14 @@ def test_a_client_waits_for_stripe(jane, sandbox, clients):
     assert (outcome.label, outcome.tries) == ("201", 2)
 
 
-def test_a_run_under_the_weather_ends_with_every_ride_booked_and_replayed(jane, joe, sandbox, live_server, tmp_path):
+def test_a_run_under_the_weather_ends_with_every_ride_booked_and_replayed(
+    jane, joe, sandbox, live_server, tmp_path
+):
     plan = Plan.draw(30, ("duplicates", "cut", "mismatch", "decline", "stripe-faults"), seed=4)
     # There is only one rider with a good card here.
-    bookings = tuple(Booking(b.key, b.kind, b.token.replace("max", "jane"), b.body) for b in plan.bookings)
+    bookings = tuple(
+        Booking(b.key, b.kind, b.token.replace("max", "jane"), b.body) for b in plan.bookings
+    )
     plan = Plan(plan.prefix, bookings, plan.events, plan.stripe_faults)
     simulation = Simulation(plan, live_server.url, stripe_url=sandbox.url, run_dir=tmp_path, seed=4)
 
@@ -75,7 +80,9 @@ def test_a_run_under_the_weather_ends_with_every_ride_booked_and_replayed(jane, 
     assert simulation.tally.wrong == []
     assert {label for _, label in simulation.table()} == {"201", "402"}
     assert simulation.booked() == dict(
-        Ride.objects.filter(stripe_charge_id__isnull=False).values_list("idempotency_key__idempotency_key", "pk")
+        Ride.objects.filter(stripe_charge_id__isnull=False).values_list(
+            "idempotency_key__idempotency_key", "pk"
+        )
     )
     assert sandbox.faults.state()["faults"] == []
 
@@ -165,7 +172,9 @@ def test_an_internal_error_is_noticed_even_if_the_retry_succeeds(forgetful):
 
 
 def test_a_retry_with_other_bytes_is_noticed(forgetful, tmp_path):
-    simulation = Simulation(Plan("sim-", (), (), []), forgetful, stripe_url=None, run_dir=tmp_path, seed=1)
+    simulation = Simulation(
+        Plan("sim-", (), (), []), forgetful, stripe_url=None, run_dir=tmp_path, seed=1
+    )
     booking = Booking("sim-1", "plain", "demo-jane", RIDE)
     simulation.outcomes.append(Outcome(booking, simulation.clients.resend(booking)))
 
@@ -182,7 +191,13 @@ def test_without_a_service_the_command_says_so_at_once(sandbox, tmp_path):
         call_command("simulate", base_url=url, run_dir=tmp_path, faults=(), requests=5)
 
 
-@pytest.mark.parametrize(("fault", "victim"), [(fault, VICTIMS[fault]) for fault in FAULTS if fault in VICTIMS])
-def test_without_the_processes_of_the_service_none_is_killed(sandbox, live_server, tmp_path, fault, victim):
+@pytest.mark.parametrize(
+    ("fault", "victim"), [(fault, VICTIMS[fault]) for fault in FAULTS if fault in VICTIMS]
+)
+def test_without_the_processes_of_the_service_none_is_killed(
+    sandbox, live_server, tmp_path, fault, victim
+):
     with pytest.raises(CommandError, match=rf"pids\.json does not name the {victim} process"):
-        call_command("simulate", base_url=live_server.url, run_dir=tmp_path, faults=(fault,), requests=5)
+        call_command(
+            "simulate", base_url=live_server.url, run_dir=tmp_path, faults=(fault,), requests=5
+        )

@@ -33,7 +33,9 @@ def test_a_text_is_sent_once_and_its_answer_replayed(jane, sandbox, ride):
 @pytest.mark.parametrize(("fault", "sent"), [("cut_after", 1), ("cut_before", 0)])
 def test_a_text_that_may_have_been_sent_is_not_sent_again(jane, sandbox, ride, fault, sent):
     let(sandbox, fault)
-    answers = [jane.send("POST", f"/rides/{ride.pk}/texts", key="text-1").status_code for _ in range(3)]
+    answers = [
+        jane.send("POST", f"/rides/{ride.pk}/texts", key="text-1").status_code for _ in range(3)
+    ]
     assert answers == [500, 409, 409]
     assert len(texts(sandbox)) == sent
     assert IdempotencyKey.objects.get(idempotency_key="text-1").stuck_code == "call_in_doubt"

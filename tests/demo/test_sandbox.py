@@ -58,7 +58,9 @@ def sandbox():
         yield server
 
 
-def client_of(sandbox: Sandbox, api_key: str = "sk_test_one", timeout: float = 60) -> stripe.StripeClient:
+def client_of(
+    sandbox: Sandbox, api_key: str = "sk_test_one", timeout: float = 60
+) -> stripe.StripeClient:
     session = requests.Session()
     session.trust_env = False
     return stripe.StripeClient(
@@ -86,7 +88,9 @@ def charge(client, customer, key=None, amount=2000, **metadata):
 
 def replayed(answer_or_error) -> bool:
     headers = getattr(answer_or_error, "headers", None) or answer_or_error.last_response.headers
-    return {name.lower(): value for name, value in headers.items()}.get("idempotent-replayed") == "true"
+    return {name.lower(): value for name, value in headers.items()}.get(
+        "idempotent-replayed"
+    ) == "true"
 
 
 def put_faults(sandbox, *faults):
@@ -110,8 +114,12 @@ def test_a_charge_is_made_retrieved_and_listed_with_its_metadata(client, custome
 def test_a_list_is_paged_newest_first_and_filtered_by_customer(client, customer):
     other = client.v1.customers.create({"source": "tok_visa"}).id
     made = [charge(client, who).id for _ in range(13) for who in (customer, other)]
-    assert [found.id for found in client.v1.charges.list({"limit": 3}).auto_paging_iter()] == made[::-1]
-    assert [found.id for found in client.v1.charges.list({"customer": other}).auto_paging_iter()] == made[::-2]
+    assert [found.id for found in client.v1.charges.list({"limit": 3}).auto_paging_iter()] == made[
+        ::-1
+    ]
+    assert [
+        found.id for found in client.v1.charges.list({"customer": other}).auto_paging_iter()
+    ] == made[::-2]
     with pytest.raises(stripe.InvalidRequestError, match="No such customer"):
         client.v1.charges.list({"customer": "cus_unknown"})
 
@@ -120,7 +128,10 @@ def test_refunds_add_up_to_the_charge_and_no_further(client, customer):
     made = charge(client, customer)
     client.v1.refunds.create({"charge": made.id, "amount": 500})
     client.v1.refunds.create({"charge": made.id})
-    assert (client.v1.charges.retrieve(made.id).amount_refunded, client.v1.charges.retrieve(made.id).refunded) == (2000, True)
+    assert (
+        client.v1.charges.retrieve(made.id).amount_refunded,
+        client.v1.charges.retrieve(made.id).refunded,
+    ) == (2000, True)
     with pytest.raises(stripe.InvalidRequestError) as refused:
         client.v1.refunds.create({"charge": made.id})
     assert refused.value.code == "charge_already_refunded"
@@ -142,7 +153,10 @@ def test_the_same_key_with_other_parameters_is_refused(client, customer, sandbox
 
 
 def test_keys_belong_to_an_api_key(sandbox, client, customer):
-    assert charge(client, customer, "k").id != charge(client_of(sandbox, "sk_test_two"), customer, "k").id
+    assert (
+        charge(client, customer, "k").id
+        != charge(client_of(sandbox, "sk_test_two"), customer, "k").id
+    )
 
 
 def test_a_decline_is_stored_and_charges_nothing(client, sandbox):
@@ -150,7 +164,10 @@ def test_a_decline_is_stored_and_charges_nothing(client, sandbox):
     for again in (False, True):
         with pytest.raises(stripe.CardError) as declined:
             charge(client, poor, "k")
-        assert (declined.value.code, declined.value.user_message) == ("card_declined", "Your card was declined.")
+        assert (declined.value.code, declined.value.user_message) == (
+            "card_declined",
+            "Your card was declined.",
+        )
         assert (declined.value.http_status, replayed(declined.value)) == (402, again)
     assert state(sandbox)["charges"] == []
 
@@ -161,14 +178,19 @@ def test_what_was_refused_before_the_execution_began_spends_no_key(client, custo
     assert not replayed(charge(client, customer, "k"))
 
 
-def test_a_key_in_flight_is_refused_until_the_first_has_its_answer(client, customer, sandbox, slowness):
+def test_a_key_in_flight_is_refused_until_the_first_has_its_answer(
+    client, customer, sandbox, slowness
+):
     put_faults(sandbox, {"fault": "slow", "count": 1})
     with ThreadPoolExecutor() as pool:
         first = pool.submit(charge, client, customer, "k")
         eventually(lambda: any(execution["key"] == "k" for execution in state(sandbox)["keys"]))
         with pytest.raises(stripe.APIError) as refused:
             charge(client_of(sandbox), customer, "k")
-        assert (refused.value.http_status, refused.value.error.code) == (409, "idempotency_key_in_use")
+        assert (refused.value.http_status, refused.value.error.code) == (
+            409,
+            "idempotency_key_in_use",
+        )
         other = charge(client, customer, "other")
         slowness.set()
         assert other.id != first.result().id
@@ -177,9 +199,16 @@ def test_a_key_in_flight_is_refused_until_the_first_has_its_answer(client, custo
 
 @pytest.mark.parametrize(
     ("fault", "status", "stored", "charges"),
-    [("500_before", 500, False, 0), ("500_begun", 500, True, 0), ("500_after", 500, True, 1), ("429", 429, False, 0)],
+    [
+        ("500_before", 500, False, 0),
+        ("500_begun", 500, True, 0),
+        ("500_after", 500, True, 1),
+        ("429", 429, False, 0),
+    ],
 )
-def test_an_error_is_stored_once_the_execution_began(client, customer, sandbox, fault, status, stored, charges):
+def test_an_error_is_stored_once_the_execution_began(
+    client, customer, sandbox, fault, status, stored, charges
+):
     put_faults(sandbox, {"fault": fault, "count": 1})
     with pytest.raises(stripe.StripeError) as failed:
         charge(client, customer, "k")
@@ -211,7 +240,9 @@ def test_a_charge_whose_client_gave_up_waiting_is_made_all_the_same(customer, sa
     eventually(lambda: state(sandbox)["charges"])
 
 
-def test_a_late_response_is_that_of_a_charge_which_was_made_at_once(client, customer, sandbox, slowness):
+def test_a_late_response_is_that_of_a_charge_which_was_made_at_once(
+    client, customer, sandbox, slowness
+):
     put_faults(sandbox, {"fault": "slow_after"})
     with ThreadPoolExecutor() as pool:
         first = pool.submit(charge, client, customer, "k")
@@ -235,7 +266,9 @@ def test_the_schedule_of_faults_is_repeatable():
     def schedule(seed: int) -> list[int]:
         with Sandbox(seed=seed) as sandbox:
             client = client_of(sandbox)
-            put_faults(sandbox, {"fault": "500_before", "path": "/v1/customers", "probability": 0.5})
+            put_faults(
+                sandbox, {"fault": "500_before", "path": "/v1/customers", "probability": 0.5}
+            )
             answers = []
             for _ in range(20):
                 try:
@@ -248,7 +281,9 @@ def test_the_schedule_of_faults_is_repeatable():
     assert set(schedule(1)) == {200, 500}
 
 
-@pytest.mark.parametrize("body", [b"", b"7", b"[1]", b'[{"fault": "no"}]', b'[{"fault": "429", "x": 1}]', b"\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"7", b"[1]", b'[{"fault": "no"}]', b'[{"fault": "429", "x": 1}]', b"\xff"]
+)
 def test_a_fault_that_is_not_understood_changes_nothing(sandbox, body):
     put_faults(sandbox, {"fault": "429"})
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -333,7 +368,8 @@ def test_a_webhook_is_signed_and_comes_again_until_it_is_taken():
             customer = client.v1.customers.create({"source": "tok_visa"}).id
             made = [charge(client, customer, ride_id=str(n)).id for n in range(20)]
             eventually(lambda: {event.data.object.id for event in listener.taken} == set(made))
-            eventually(lambda: len(listener.taken) > len(made))  # some come twice, with the same id of the event
+            # some come twice, with the same id of the event
+            eventually(lambda: len(listener.taken) > len(made))
             twice = state(sandbox)["webhooks"]["sent_twice"]
             eventually(lambda: state(sandbox)["webhooks"]["taken"] == len(made) + twice)
             assert state(sandbox)["webhooks"] == {
@@ -343,7 +379,9 @@ def test_a_webhook_is_signed_and_comes_again_until_it_is_taken():
     assert len(listener.refused) == 2
     assert {event.type for event in listener.taken} == {"charge.succeeded"}
     assert len({event.id for event in listener.taken}) == len(made)
-    assert {event.data.object.metadata["ride_id"] for event in listener.taken} == {str(n) for n in range(20)}
+    assert {event.data.object.metadata["ride_id"] for event in listener.taken} == {
+        str(n) for n in range(20)
+    }
 
 
 @pytest.mark.parametrize(
@@ -360,7 +398,11 @@ def test_a_webhook_is_signed_and_comes_again_until_it_is_taken():
 def test_pages_of_other_origins_cannot_reach_its_switches(sandbox, headers):
     url = f"{sandbox.url}/_faults"
     with httpx.Client(trust_env=False, headers=headers) as page:
-        answers = [page.post(url, content='[{"fault": "down"}]'), page.get(url), page.get(f"{sandbox.url}/_state")]
+        answers = [
+            page.post(url, content='[{"fault": "down"}]'),
+            page.get(url),
+            page.get(f"{sandbox.url}/_state"),
+        ]
     assert [answer.status_code for answer in answers] == [403] * 3
     assert sandbox.faults.state()["faults"] == []
 

@@ -37,14 +37,20 @@ def test_committed_rows_survive_every_way_to_end(postgres):
             psycopg.connect(postgres.url)
         postgres.start()
     with psycopg.connect(postgres.url) as connection:
-        assert connection.execute("SELECT array_agg(how) FROM kept").fetchone() == (["stop", "crash", "kill"],)
+        assert connection.execute("SELECT array_agg(how) FROM kept").fetchone() == (
+            ["stop", "crash", "kill"],
+        )
 
 
 def test_a_lost_primary_is_replaced_by_its_standby_at_the_same_address(short_folder):
     with PostgresPair(short_folder / "postgres") as pair:
         with psycopg.connect(pair.url) as connection:
             connection.execute("CREATE TABLE kept (number int)")
-        for number, moves in ((signal.SIGQUIT, False), (signal.SIGKILL, True), (signal.SIGKILL, True)):
+        for number, moves in (
+            (signal.SIGQUIT, False),
+            (signal.SIGKILL, True),
+            (signal.SIGKILL, True),
+        ):
             with psycopg.connect(pair.url) as connection:
                 connection.execute("INSERT INTO kept VALUES (%s)", [int(number)])
             before = pair.primary.data
@@ -61,14 +67,18 @@ def test_a_lost_primary_is_replaced_by_its_standby_at_the_same_address(short_fol
 
 def test_a_second_redis_on_the_same_data_is_refused(short_folder):
     with Redis(short_folder / "redis") as server:
-        with pytest.raises(EmbeddedServerError, match=r"already runs.*another folder with the variable PORT"):
+        with pytest.raises(
+            EmbeddedServerError, match=r"already runs.*another folder with the variable PORT"
+        ):
             Redis(short_folder / "redis").start()
         with redis.Redis.from_url(server.url) as client:
             assert client.ping()
 
 
 def test_a_second_server_on_the_same_data_is_refused(postgres):
-    with pytest.raises(EmbeddedServerError, match=r"already runs.*another folder with the variable PORT"):
+    with pytest.raises(
+        EmbeddedServerError, match=r"already runs.*another folder with the variable PORT"
+    ):
         Postgres(postgres.data).start()
     assert psycopg.connect(postgres.url).close() is None
 
@@ -94,18 +104,25 @@ def test_a_long_path_gets_a_short_socket(tmp_path):
 
 
 def test_a_missing_wheel_says_what_to_install():
-    with pytest.raises(EmbeddedServerError, match=r"nothing-like-it is not installed.*requirements/demo.txt.*DATABASE_URL"):
+    with pytest.raises(
+        EmbeddedServerError,
+        match=r"nothing-like-it is not installed.*requirements/demo.txt.*DATABASE_URL",
+    ):
         embedded.wheel_binary("no_such_wheel", "bin/x", "nothing-like-it", "DATABASE_URL")
 
 
 @pytest.mark.parametrize("service", [Postgres, Redis])
 def test_a_folder_that_cannot_be_written_is_named(service, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(EmbeddedServerError, match=f"cannot use the folder .*Choose a folder.*{service.instead}"):
+    with pytest.raises(
+        EmbeddedServerError, match=f"cannot use the folder .*Choose a folder.*{service.instead}"
+    ):
         service(tmp_path / "file" / "data").start()
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small disk")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small disk"
+)
 @pytest.mark.parametrize("service", [Postgres, Redis])
 def test_a_full_disk_is_named(service, tmp_path):
     disk = tmp_path / "disk"
@@ -113,7 +130,10 @@ def test_a_full_disk_is_named(service, tmp_path):
     if os.system(f"mount -t tmpfs -o size=10m rides-test {disk} 2>/dev/null"):
         pytest.skip("may not mount")
     try:
-        with pytest.raises(EmbeddedServerError, match=f"The disk that holds .* is full.*Free some space.*{service.instead}"):
+        with pytest.raises(
+            EmbeddedServerError,
+            match=f"The disk that holds .* is full.*Free some space.*{service.instead}",
+        ):
             service(disk / "data").start()
     finally:
         os.system(f"umount {disk}")
@@ -130,12 +150,16 @@ def test_a_process_that_is_killed_takes_its_services_along(short_folder):
     import sys
 
     program = (
-        "import os, signal, sys; from pathlib import Path; from rides_demo.processes.embedded import Postgres, Redis;"
-        "p = Postgres(Path(sys.argv[1]) / 'postgres'); p.start(); r = Redis(Path(sys.argv[1]) / 'redis'); r.start();"
-        "print(p.pid, r.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from rides_demo.processes.embedded"
+        " import Postgres, Redis;p = Postgres(Path(sys.argv[1]) / 'postgres'); p.start(); r ="
+        " Redis(Path(sys.argv[1]) / 'redis'); r.start();print(p.pid, r.pid, flush=True);"
+        " os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, short_folder], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", program, short_folder],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr

@@ -1,4 +1,5 @@
-"""What ``make bench`` makes of its figures: the verdict, and the page of the docs that nobody types a number into."""
+"""What ``make bench`` makes of its figures: the verdict, and the page of the docs that nobody types
+a number into."""
 
 import json
 import re
@@ -86,7 +87,10 @@ def test_a_target_that_was_not_measured_is_a_failure(target: Target) -> None:
 
 
 def test_the_worst_of_several_rows_counts() -> None:
-    rows = [{"case": "plain claim", "keys": keys, "ratio": ratio} for keys, ratio in ((1, 1.0), (2, 1.3), (3, 1.1))]
+    rows = [
+        {"case": "plain claim", "keys": keys, "ratio": ratio}
+        for keys, ratio in ((1, 1.0), (2, 1.3), (3, 1.1))
+    ]
     target = next(target for target in TARGETS if target.path[0] == "sizes")
     assert target.measured({"sizes": {"rows": rows}}) == 1.3
 
@@ -103,14 +107,24 @@ def test_a_part_that_failed_is_said_on_the_page_and_misses_its_targets(name: str
 def test_a_peer_that_cannot_run_is_in_the_tables_with_its_error() -> None:
     results = deepcopy(RESULTS)
     for figures in results["systems"].values():
-        figures["idemkit"] = {"distribution": "idemkit", "version": "1", "error": "ImportError: no module"}
-    assert report.files(results)[report.PAGE].count("ImportError: no module") == len(results["systems"])
+        figures["idemkit"] = {
+            "distribution": "idemkit",
+            "version": "1",
+            "error": "ImportError: no module",
+        }
+    assert report.files(results)[report.PAGE].count("ImportError: no module") == len(
+        results["systems"]
+    )
 
 
-def test_a_process_that_ends_without_figures_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_without_figures_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "benchmarks.py").write_text("raise SystemExit(3)")
     monkeypatch.setattr(bench, "ROOT", tmp_path)
-    assert bench._measured_apart("jobs", quick=True) == {"error": "ended with status 3; the reason is above"}
+    assert bench._measured_apart("jobs", quick=True) == {
+        "error": "ended with status 3; the reason is above"
+    }
 
 
 def test_the_charts_are_xml() -> None:
@@ -149,10 +163,19 @@ def test_clients_send_what_the_views_are_sent_in_process() -> None:
     assert clients.BODY == views.BODY
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: int, versions: Any = None, *options: str) -> Any:
-    """Run ``make calls`` with this figure, where 100 is stored; return the stored figures after it."""
+def counted(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    figure: int,
+    versions: Any = None,
+    *options: str,
+) -> Any:
+    """Run ``make calls`` with this figure, where 100 is stored; return the stored figures after
+    it."""
     stored = tmp_path / "calls.json"
-    stored.write_text(json.dumps({"versions": versions or calls.versions(), "calls": {"plain, first": 100}}))
+    stored.write_text(
+        json.dumps({"versions": versions or calls.versions(), "calls": {"plain, first": 100}})
+    )
     monkeypatch.setattr(calls, "STORED", stored)
     monkeypatch.setattr(calls, "measure", lambda: {"plain, first": figure})
     monkeypatch.setattr("sys.argv", ["calls", *options])
@@ -169,6 +192,8 @@ def test_a_count_of_calls_that_rises_by_more_than_two_percent_is_a_failure(
     counted(monkeypatch, tmp_path, 103, {"python": "3.0"})  # Other versions are not compared.
 
 
-def test_counts_of_calls_are_stored_with_their_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counts_of_calls_are_stored_with_their_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     found = counted(monkeypatch, tmp_path, 103, {"python": "3.0"}, "--store")
     assert found == {"versions": calls.versions(), "calls": {"plain, first": 103}}

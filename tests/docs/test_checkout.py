@@ -1,4 +1,5 @@
-"""The shop of ``docs/how-to/checkout-in-the-session.md``, on PostgreSQL, with real servers, clicks at once, and kills."""
+"""The shop of ``docs/how-to/checkout-in-the-session.md``, on PostgreSQL, with real servers, clicks
+at once, and kills."""
 
 import os
 import re
@@ -29,7 +30,8 @@ SETTINGS = """
 DATABASES = {"default": %r}
 IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 3, "COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
 """
-#: A bank that keeps the charges in a file. It answers a new charge when the file ``closed`` is gone.
+#: A bank that keeps the charges in a file. It answers a new charge when the file ``closed`` is
+#: gone.
 BANK = """
 import time
 from pathlib import Path
@@ -67,19 +69,27 @@ class Shop:
         self.administer("CREATE DATABASE {}")
         reached = connection.settings_dict
         database = {name: reached[name] for name in ("ENGINE", "USER", "PASSWORD", "PORT")}
-        database |= {"HOST": reached["HOST"] or reached["OPTIONS"].get("host", ""), "NAME": self.name, "ATOMIC_REQUESTS": True}
+        database |= {
+            "HOST": reached["HOST"] or reached["OPTIONS"].get("host", ""),
+            "NAME": self.name,
+            "ATOMIC_REQUESTS": True,
+        }
         with (folder / "shop" / "settings.py").open("a") as file:
             file.write(SETTINGS % database)
         self.project.run("python manage.py migrate --verbosity 0")
 
     def administer(self, statement: str) -> None:
         """Execute a statement about the database of the shop."""
-        with psycopg.connect(**connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True) as server:
+        with psycopg.connect(
+            **connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True
+        ) as server:
             server.execute(SQL(statement).format(Identifier(self.name)))
 
     def rows(self, query: str) -> list[Any]:
         """Return the first column of the rows."""
-        with psycopg.connect(**connection.get_connection_params() | {"dbname": self.name}) as database:
+        with psycopg.connect(
+            **connection.get_connection_params() | {"dbname": self.name}
+        ) as database:
             return [row[0] for row in database.execute(query.encode())]
 
     @contextmanager
@@ -90,7 +100,12 @@ class Shop:
         command = ["python", "manage.py", "runserver", "--noreload", str(port)]
         with (self.project.folder / "server.log").open("ab") as log:
             server = subprocess.Popen(
-                command, cwd=self.project.folder, env=self.project.environment, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=self.project.folder,
+                env=self.project.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         try:
             eventually(self.answers)
@@ -105,7 +120,8 @@ class Shop:
         return False
 
     def killed_after_the_charge(self) -> "Visitor":
-        """Kill a server after the bank has charged and before it answers; return the visitor, whose click got no answer."""
+        """Kill a server after the bank has charged and before it answers; return the visitor, whose
+        click got no answer."""
         charges = self.bank / "charges"
         before = charges.read_text() if charges.exists() else ""
         (self.bank / "closed").touch()
@@ -133,12 +149,19 @@ class Visitor:
         page = self.open("/de/basket/")
         for _ in range(items):
             page = self.open("/de/basket/", fields(page) | {"item": "tea"})
-        page = self.open("/de/checkout/", fields(self.open("/de/checkout/")) | {"email": "jane@example.com"})
+        page = self.open(
+            "/de/checkout/", fields(self.open("/de/checkout/")) | {"email": "jane@example.com"}
+        )
         self.form = fields(page) | {"action": "place_order"}
 
     def open(self, url: str, form: dict[str, str] | None = None) -> httpx.Response:
         """Open a page, or send a form."""
-        with httpx.Client(base_url=self.shop.url, cookies=self.cookies, timeout=60, headers={"Accept": "text/html"}) as tab:
+        with httpx.Client(
+            base_url=self.shop.url,
+            cookies=self.cookies,
+            timeout=60,
+            headers={"Accept": "text/html"},
+        ) as tab:
             answer = tab.request("POST" if form else "GET", url, data=form)
             self.cookies.update(tab.cookies)
         return answer
@@ -170,7 +193,10 @@ def test_the_stages_change_as_few_lines_as_the_page_says() -> None:
     plain, phased = changed_lines(PLAIN), changed_lines(PHASED)
     page = (GUIDES / "checkout-in-the-session.md").read_text()
     assert (plain <= 20, phased <= 50) == (True, True)
-    assert [int(number) for number in re.findall(r"changes (\d+) (?:more )?lines", page)] == [plain, phased]
+    assert [int(number) for number in re.findall(r"changes (\d+) (?:more )?lines", page)] == [
+        plain,
+        phased,
+    ]
 
 
 @pytest.mark.sample
@@ -181,15 +207,22 @@ def test_two_clicks_at_once_and_one_on_the_empty_basket_make_one_order(tmp_path:
         assert visitor.open("/de/checkout/").headers["Location"] == "/de/basket/"
         answers.append(visitor.place_order())
         (number,) = shop.rows("SELECT number FROM shop_order")
-        assert [(answer.status_code, answer.headers["Location"]) for answer in answers] == [(302, f"/de/thanks/{number}/")] * 3
+        assert [(answer.status_code, answer.headers["Location"]) for answer in answers] == [
+            (302, f"/de/thanks/{number}/")
+        ] * 3
         assert answers[-1].headers["Idempotent-Replayed"] == "true"
         assert "tea" in Visitor(shop).open(answers[-1].headers["Location"]).text
         del visitor.form["idempotency_key"]
         refused = visitor.place_order()
-        assert (refused.status_code, refused.headers["Content-Type"]) == (400, "text/html; charset=utf-8")
+        assert (refused.status_code, refused.headers["Content-Type"]) == (
+            400,
+            "text/html; charset=utf-8",
+        )
 
 
-def test_a_decorator_below_the_guard_is_reported_and_sends_the_retry_to_the_basket(tmp_path: Path) -> None:
+def test_a_decorator_below_the_guard_is_reported_and_sends_the_retry_to_the_basket(
+    tmp_path: Path,
+) -> None:
     with shop_of(tmp_path, PLAIN) as shop:
         shop.project.change("shop/views.py", [('name="dispatch"', 'name="post"')])
         assert "idempotency.W012" in shop.project.run("python manage.py check")
@@ -201,12 +234,18 @@ def test_a_decorator_below_the_guard_is_reported_and_sends_the_retry_to_the_bask
 
 
 @pytest.mark.sample
-def test_a_killed_order_is_finished_by_the_completer_or_by_a_retry_with_one_charge(tmp_path: Path) -> None:
+def test_a_killed_order_is_finished_by_the_completer_or_by_a_retry_with_one_charge(
+    tmp_path: Path,
+) -> None:
     with shop_of(tmp_path, PLAIN, PHASED) as shop:
         left, returns = shop.killed_after_the_charge(), shop.killed_after_the_charge()
         with shop.serve():
             eventually(lambda: is_thanked(returns.place_order()))
-            eventually(lambda: shop.project.run("python manage.py complete_keys") and not shop.rows(UNFINISHED))
+            eventually(
+                lambda: (
+                    shop.project.run("python manage.py complete_keys") and not shop.rows(UNFINISHED)
+                )
+            )
             assert "empty" in left.open("/de/basket/").text
             replay = left.place_order()
             assert (is_thanked(replay), replay.headers["Idempotent-Replayed"]) == (True, "true")
@@ -214,7 +253,11 @@ def test_a_killed_order_is_finished_by_the_completer_or_by_a_retry_with_one_char
             declined = Visitor(shop, items=2)
             assert [declined.place_order().status_code for _ in range(2)] == [402, 402]
             assert "tea, tea" in declined.open("/de/basket/").text
-        assert len(shop.rows("SELECT 1 FROM shop_order WHERE charge != ''")) == len(shop.rows("SELECT 1 FROM shop_order")) == 2
+        assert (
+            len(shop.rows("SELECT 1 FROM shop_order WHERE charge != ''"))
+            == len(shop.rows("SELECT 1 FROM shop_order"))
+            == 2
+        )
         assert len((shop.bank / "charges").read_text().split()) == 2
 
 

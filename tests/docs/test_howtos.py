@@ -1,4 +1,5 @@
-"""What the how-to guides claim, with their own code: each page is executed as it stands, and then used."""
+"""What the how-to guides claim, with their own code: each page is executed as it stands, and then
+used."""
 
 import hashlib
 import hmac
@@ -48,13 +49,15 @@ ORDER = {"name": "one"}
 
 @pytest.fixture
 def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
+    """Return a function that makes the modules of the shop that the pages import, with these models
+    and functions."""
     return shop_modules(monkeypatch)
 
 
 @pytest.fixture
 def page(shop: Callable[..., SimpleNamespace], settings: Settings) -> Callable[..., ModuleType]:
-    """Return a function that executes the Python blocks of a guide, one after the other, and serves their URLs."""
+    """Return a function that executes the Python blocks of a guide, one after the other, and serves
+    their URLs."""
     return partial(serve_page, settings)
 
 
@@ -75,10 +78,16 @@ def fails(*given: Any, **named: Any) -> None:
 # protect-a-view.md
 
 
-def test_a_protected_view_answers_as_the_table_says(page: Callable[..., ModuleType], client: Client) -> None:
+def test_a_protected_view_answers_as_the_table_says(
+    page: Callable[..., ModuleType], client: Client
+) -> None:
     page("protect-a-view.md")
     first, again = (client.post("/orders/", ORDER, headers=KEY) for _ in range(2))
-    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     other = client.post("/orders/", {"name": "two"}, headers=KEY)
     assert (other.status_code, other.json()["code"]) == (422, "key_reused")
     assert client.post("/orders/?a=1", ORDER, headers=KEY).json()["code"] == "key_reused"
@@ -86,7 +95,9 @@ def test_a_protected_view_answers_as_the_table_says(page: Callable[..., ModuleTy
     assert Entry.objects.get().name == "one"
 
 
-def test_a_protected_view_that_raised_runs_again(page: Callable[..., ModuleType], client: Client) -> None:
+def test_a_protected_view_that_raised_runs_again(
+    page: Callable[..., ModuleType], client: Client
+) -> None:
     example = page("protect-a-view.md")
     example.JsonResponse = fails
     assert client.post("/orders/", ORDER, headers=KEY).status_code == 500
@@ -95,7 +106,9 @@ def test_a_protected_view_that_raised_runs_again(page: Callable[..., ModuleType]
     assert client.post("/orders/", ORDER, headers=KEY).status_code == 201
 
 
-def test_what_validate_refuses_spends_no_key_and_old_clients_pass(page: Callable[..., ModuleType], client: Client) -> None:
+def test_what_validate_refuses_spends_no_key_and_old_clients_pass(
+    page: Callable[..., ModuleType], client: Client
+) -> None:
     page("protect-a-view.md")
     assert client.post("/old-orders/", {}, headers=KEY).status_code == 422
     assert client.post("/old-orders/", ORDER, headers=KEY).status_code == 201
@@ -103,33 +116,59 @@ def test_what_validate_refuses_spends_no_key_and_old_clients_pass(page: Callable
     assert Entry.objects.count() == 3
 
 
-def test_wrong_pins_are_counted_and_limited(page: Callable[..., ModuleType], client: Client) -> None:
+def test_wrong_pins_are_counted_and_limited(
+    page: Callable[..., ModuleType], client: Client
+) -> None:
     page("protect-a-view.md")
     wrong, right = ORDER | {"pin": "1"}, ORDER | {"pin": "1234"}
-    answers = [client.post("/pin-orders/", form, headers=KEY).status_code for form in (wrong, wrong, right, right)]
+    answers = [
+        client.post("/pin-orders/", form, headers=KEY).status_code
+        for form in (wrong, wrong, right, right)
+    ]
     assert answers == [403, 403, 201, 201]
-    assert [entry.name for entry in Entry.objects.order_by("pk")] == ["wrong PIN", "wrong PIN", "one"]
+    assert [entry.name for entry in Entry.objects.order_by("pk")] == [
+        "wrong PIN",
+        "wrong PIN",
+        "one",
+    ]
     other = {"Idempotency-Key": "key-2"}
-    assert [client.post("/pin-orders/", form, headers=other).status_code for form in (wrong, right)] == [403, 403]
+    assert [
+        client.post("/pin-orders/", form, headers=other).status_code for form in (wrong, right)
+    ] == [403, 403]
 
 
-def test_only_the_step_that_orders_needs_a_key(page: Callable[..., ModuleType], client: Client) -> None:
+def test_only_the_step_that_orders_needs_a_key(
+    page: Callable[..., ModuleType], client: Client
+) -> None:
     page("protect-a-view.md")
     assert client.post("/checkout/", ORDER | {"action": "preview"}).json() == {"preview": "one"}
-    assert client.post("/checkout/", ORDER | {"action": "place_order"}).json()["code"] == "key_missing"
-    answers = [client.post("/checkout/", ORDER | {"action": "place_order"}, headers=KEY) for _ in range(2)]
-    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [(201, False), (201, True)]
+    assert (
+        client.post("/checkout/", ORDER | {"action": "place_order"}).json()["code"] == "key_missing"
+    )
+    answers = [
+        client.post("/checkout/", ORDER | {"action": "place_order"}, headers=KEY) for _ in range(2)
+    ]
+    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [
+        (201, False),
+        (201, True),
+    ]
     assert Entry.objects.get().name == "one"
 
 
-def test_who_has_left_the_team_gets_no_stored_answer(page: Callable[..., ModuleType], client: Client) -> None:
+def test_who_has_left_the_team_gets_no_stored_answer(
+    page: Callable[..., ModuleType], client: Client
+) -> None:
     page("protect-a-view.md")
     team, user = Group.objects.create(name="team"), get_user_model().objects.get()
     url = f"/teams/{team.pk}/orders/"
     assert client.post(url, ORDER, headers=KEY).status_code == 403
     user.groups.add(team)
     first, again = (client.post(url, ORDER, headers=KEY) for _ in range(2))
-    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     user.groups.clear()
     assert client.post(url, ORDER, headers=KEY).status_code == 403
     user.groups.add(team)
@@ -149,7 +188,8 @@ class BankUnreachable(Exception):
 
 @pytest.fixture
 def bank(shop: Callable[..., SimpleNamespace]) -> Any:
-    """Return the bank of the shop; ``bank.error`` is raised by the next call instead of charging."""
+    """Return the bank of the shop; ``bank.error`` is raised by the next call instead of
+    charging."""
     honest = Downstream("bank", {"id": "ch_1"}, key="idempotency_key")
     made = SimpleNamespace(error=None, calls=[], honest=honest)
 
@@ -160,19 +200,29 @@ def bank(shop: Callable[..., SimpleNamespace]) -> Any:
             raise error
         return honest(**call)
 
-    shop(bank={"charge_card": charge_card, "CardDeclined": CardDeclined, "BankUnreachable": BankUnreachable})
+    shop(
+        bank={
+            "charge_card": charge_card,
+            "CardDeclined": CardDeclined,
+            "BankUnreachable": BankUnreachable,
+        }
+    )
     made.charge_card = charge_card
     return made
 
 
 @pytest.mark.processes
-def test_the_view_with_phases_survives(page: Callable[..., ModuleType], client: Client, bank: Any) -> None:
+def test_the_view_with_phases_survives(
+    page: Callable[..., ModuleType], client: Client, bank: Any
+) -> None:
     page("add-phases.md").charge_card = bank.honest
     client.raise_request_exception = True
     assert_survives(lambda key: client.post("/orders/", ORDER, headers={"Idempotency-Key": key}))
 
 
-def test_a_declined_card_is_the_answer_for_good(page: Callable[..., ModuleType], client: Client, bank: Any) -> None:
+def test_a_declined_card_is_the_answer_for_good(
+    page: Callable[..., ModuleType], client: Client, bank: Any
+) -> None:
     page("add-phases.md")
     bank.error = CardDeclined()
     first, again = (client.post("/orders/", ORDER, headers=KEY) for _ in range(2))
@@ -190,7 +240,10 @@ def test_a_bank_that_was_away_is_asked_again_with_the_same_key(
     keys = [call["idempotency_key"] for call in bank.calls]
     assert len(keys) == 2
     assert len(set(keys)) == 1
-    assert (Entry.objects.count(), StagedJob.objects.get().job_name) == (1, "shop.jobs.send_receipt")
+    assert (Entry.objects.count(), StagedJob.objects.get().job_name) == (
+        1,
+        "shop.jobs.send_receipt",
+    )
 
 
 # prepare-a-request.md
@@ -229,7 +282,10 @@ def hand_over(job: StagedJob) -> None:
 
 
 def test_a_staged_job_commits_with_the_work_and_takes_effect_once(
-    page: Callable[..., ModuleType], client: Client, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    page: Callable[..., ModuleType],
+    client: Client,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.hand_over"}}
     monkeypatch.setitem(globals(), "HANDED_OVER", handed_over := [])
@@ -247,7 +303,9 @@ def test_a_staged_job_commits_with_the_work_and_takes_effect_once(
     assert [message.body for message in mail.outbox] == ["We have one."]
 
 
-def test_a_job_goes_with_its_transaction_and_a_late_one_waits(page: Callable[..., ModuleType], settings: Settings) -> None:
+def test_a_job_goes_with_its_transaction_and_a_late_one_waits(
+    page: Callable[..., ModuleType], settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.hand_over"}}
     example = page("stage-a-job.md")
     with transaction.atomic():
@@ -265,19 +323,31 @@ def test_a_job_goes_with_its_transaction_and_a_late_one_waits(page: Callable[...
 
 
 @pytest.fixture
-def deliver(shop: Callable[..., SimpleNamespace], page: Callable[..., ModuleType], settings: Settings) -> Callable[..., int]:
-    """Return a function that delivers a signed event of Stripe, and returns the status that it gets."""
+def deliver(
+    shop: Callable[..., SimpleNamespace], page: Callable[..., ModuleType], settings: Settings
+) -> Callable[..., int]:
+    """Return a function that delivers a signed event of Stripe, and returns the status that it
+    gets."""
     shop(models={"Order": Ride})
     settings.STRIPE_WEBHOOK_SECRET = "whsec_of_the_page"
     page("receive-webhooks.md")
 
     def send(event_id: str, charge_id: str, *, secret: str = settings.STRIPE_WEBHOOK_SECRET) -> int:
         charge = {"object": "charge", "id": charge_id}
-        event = {"object": "event", "id": event_id, "type": "charge.succeeded", "data": {"object": charge}}
+        event = {
+            "object": "event",
+            "id": event_id,
+            "type": "charge.succeeded",
+            "data": {"object": charge},
+        }
         body, at = json.dumps(event), int(time.time())
         proof = hmac.new(secret.encode(), f"{at}.{body}".encode(), hashlib.sha256).hexdigest()
         headers = {"Stripe-Signature": f"t={at},v1={proof}"}
-        return Client().post("/stripe/", body, content_type="application/json", headers=headers).status_code
+        return (
+            Client()
+            .post("/stripe/", body, content_type="application/json", headers=headers)
+            .status_code
+        )
 
     return send
 
@@ -290,7 +360,9 @@ def test_an_event_that_comes_twice_takes_effect_once(deliver: Callable[..., int]
     assert StagedJob.objects.count() == 1
 
 
-def test_an_event_that_is_too_early_leaves_nothing_and_is_taken_later(deliver: Callable[..., int]) -> None:
+def test_an_event_that_is_too_early_leaves_nothing_and_is_taken_later(
+    deliver: Callable[..., int],
+) -> None:
     assert deliver("evt_1", "ch_1") == 503
     assert not ProcessedMessage.objects.exists()
     RideFactory(stripe_charge_id="ch_1")
@@ -339,7 +411,8 @@ class KafkaRecord:
 
 
 class KafkaConsumer:
-    """Gives the records from the committed offset on, as a Consumer of confluent_kafka does after a restart."""
+    """Gives the records from the committed offset on, as a Consumer of confluent_kafka does after a
+    restart."""
 
     def __init__(self) -> None:
         self.committed = 0
@@ -404,7 +477,9 @@ class RabbitChannel:
     def deliver(self, consumers: ModuleType, message_id: str | None) -> None:
         """Deliver a message, under another delivery tag each time."""
         method = SimpleNamespace(delivery_tag=len(self.said) + 1)
-        consumers.on_message(self, method, SimpleNamespace(message_id=message_id), b'{"name": "one"}')
+        consumers.on_message(
+            self, method, SimpleNamespace(message_id=message_id), b'{"name": "one"}'
+        )
 
 
 def test_a_message_of_rabbitmq_takes_effect_once(consumers: ModuleType) -> None:
@@ -428,7 +503,9 @@ def test_a_message_of_rabbitmq_that_fails_is_not_acknowledged(consumers: ModuleT
 
 
 @pytest.mark.processes
-def test_a_message_of_rabbitmq_that_another_consumer_has_goes_back(consumers: ModuleType, monkeypatch: Any) -> None:
+def test_a_message_of_rabbitmq_that_another_consumer_has_goes_back(
+    consumers: ModuleType, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(inbox, "WAIT_SECONDS", 1)
     channel, done = RabbitChannel(), Event()
 
@@ -461,14 +538,24 @@ class SqsQueue:
 
 
 def sqs_message(message_id: str, event_id: str) -> dict[str, Any]:
-    """Return a message as SQS delivers it: with what a producer sends, and with an equal deduplication id."""
+    """Return a message as SQS delivers it: with what a producer sends, and with an equal
+    deduplication id."""
     body = json.dumps({"event_id": event_id, "name": "jane pays 5"})
-    return {"MessageId": message_id, "Body": body, "Attributes": {"MessageDeduplicationId": "hash of the payment"}}
+    return {
+        "MessageId": message_id,
+        "Body": body,
+        "Attributes": {"MessageDeduplicationId": "hash of the payment"},
+    }
 
 
-@pytest.mark.parametrize("ids", [("id-1", "id-1"), ("id-1", "id-2")], ids=["delivered twice", "sent twice"])
+@pytest.mark.parametrize(
+    "ids", [("id-1", "id-1"), ("id-1", "id-2")], ids=["delivered twice", "sent twice"]
+)
 def test_an_event_of_sqs_takes_effect_once(consumers: ModuleType, ids: tuple[str, str]) -> None:
-    sqs, book = SqsQueue(*(sqs_message(message_id, "payment-1") for message_id in ids)), consumers.book
+    sqs, book = (
+        SqsQueue(*(sqs_message(message_id, "payment-1") for message_id in ids)),
+        consumers.book,
+    )
     consumers.book = fails
     with pytest.raises(ZeroDivisionError):
         consumers.receive_sqs(sqs, "url")
@@ -481,7 +568,8 @@ def test_an_event_of_sqs_takes_effect_once(consumers: ModuleType, ids: tuple[str
 
 
 def test_two_equal_payments_of_sqs_are_two(consumers: ModuleType) -> None:
-    """Weeks apart, with one deduplication id: SQS has forgotten the first, and the inbox has not."""
+    """Weeks apart, with one deduplication id: SQS has forgotten the first, and the inbox has
+    not."""
     sqs = SqsQueue(sqs_message("id-1", "payment-1"), sqs_message("id-2", "payment-2"))
     for _ in range(2):
         consumers.receive_sqs(sqs, "url")
@@ -510,14 +598,19 @@ def hands_the_key_on(request: Any) -> Any:
 @idempotent(scope=lambda request: "another service")
 def rooms(request: Any) -> JsonResponse:
     """Book a room, in the other service that uses this app."""
-    return JsonResponse({"id": Account.objects.create(name=json.loads(request.body)["guest"]).pk}, status=201)
+    return JsonResponse(
+        {"id": Account.objects.create(name=json.loads(request.body)["guest"]).pk}, status=201
+    )
 
 
 @pytest.fixture
 def hand_on(shop: Any, settings: Settings, monkeypatch: Any) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that sends a request which hands its key on, and returns what the others got."""
+    """Return a function that sends a request which hands its key on, and returns what the others
+    got."""
     example = serve_code(settings, file_of("hand-the-key-on.md", "shop/calls.py"))
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("orders/", hands_the_key_on), path("rooms/", rooms)]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path("orders/", hands_the_key_on), path("rooms/", rooms)]}
+    )
     client = Client(raise_request_exception=False)
     client.force_login(UserFactory())
     seen: dict[str, list[Any]] = {name: [] for name in ("stripe", "s3", "sqs", "room", "sms")}
@@ -533,11 +626,15 @@ def hand_on(shop: Any, settings: Settings, monkeypatch: Any) -> Callable[..., li
     def others(key: IdempotencyKey, order: Entry) -> None:
         stripe_client = SimpleNamespace(v1=SimpleNamespace(charges=SimpleNamespace(create=create)))
         s3 = SimpleNamespace(put_object=lambda **call: None)
-        sqs = SimpleNamespace(send_message=lambda **call: seen["sqs"].append(call["MessageDeduplicationId"]))
+        sqs = SimpleNamespace(
+            send_message=lambda **call: seen["sqs"].append(call["MessageDeduplicationId"])
+        )
         example.charge(stripe_client, key, order)
         seen["s3"].append(example.upload_receipt(s3, key, b""))
         example.announce(sqs, key, order)
-        seen["room"].append(example.book_room(SimpleNamespace(post=post), key, f"guest of {order.pk}"))
+        seen["room"].append(
+            example.book_room(SimpleNamespace(post=post), key, f"guest of {order.pk}")
+        )
         example.send_sms(SimpleNamespace(send=lambda *call: seen["sms"].append(call)), key, "+1")
 
     def send(name: str, *, die: bool = False) -> int:
@@ -567,7 +664,9 @@ def test_a_key_that_the_other_system_has_forgotten_is_handed_to_a_person(hand_on
     assert hand_on("key-1", die=True) == 500
     age(IdempotencyKey.objects.filter(idempotency_key="key-1"), seconds=24 * 3600)
     assert hand_on("key-1") == 409
-    assert IdempotencyKey.objects.get(idempotency_key="key-1").stuck_code == "downstream_key_expired"
+    assert (
+        IdempotencyKey.objects.get(idempotency_key="key-1").stuck_code == "downstream_key_expired"
+    )
     assert len(hand_on.seen["stripe"]) == 1
 
 
@@ -575,7 +674,9 @@ def test_a_key_that_the_other_system_has_forgotten_is_handed_to_a_person(hand_on
 
 
 @pytest.fixture
-def deploy(shop: Callable[..., SimpleNamespace], settings: Settings, client: Client) -> Callable[[str], SimpleNamespace]:
+def deploy(
+    shop: Callable[..., SimpleNamespace], settings: Settings, client: Client
+) -> Callable[[str], SimpleNamespace]:
     """Return a function that puts the old or the new code of the page into service."""
     bank = Downstream("bank", {"id": "ch_1"}, key="idempotency_key")
     post_office = SimpleNamespace(fails=False, keys=[])
@@ -592,7 +693,10 @@ def deploy(shop: Callable[..., SimpleNamespace], settings: Settings, client: Cli
         others = [file_of("deploy-a-change.md", path) for path in ("shop/urls.py", "shop/drain.py")]
         module = serve_code(settings, view, *others)
         return SimpleNamespace(
-            module=module, post_office=post_office, bank=bank, send=lambda: client.post("/orders/", ORDER, headers=KEY)
+            module=module,
+            post_office=post_office,
+            bank=bank,
+            send=lambda: client.post("/orders/", ORDER, headers=KEY),
         )
 
     return put_into_service
@@ -604,7 +708,11 @@ def test_a_key_that_the_old_code_does_not_know_waits_for_the_new_code(deploy: An
     assert new.send().status_code == 500
     assert new.module.left_at("charged", "/orders/") == 1
     refused = deploy("old").send()
-    assert (refused.status_code, refused.json()["code"], "Retry-After" in refused) == (503, "unknown_recovery_point", True)
+    assert (refused.status_code, refused.json()["code"], "Retry-After" in refused) == (
+        503,
+        "unknown_recovery_point",
+        True,
+    )
     assert IdempotencyKey.objects.get().stuck_code == "unknown_recovery_point"
     new = deploy("new")
     new.post_office.fails = False
@@ -629,7 +737,9 @@ def test_the_completer_of_the_new_code_takes_such_a_key_up_and_counts_no_try(dep
     assert complete_once().finished == 1
 
 
-def test_a_key_that_the_old_code_began_goes_on_under_the_new(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_the_old_code_began_goes_on_under_the_new(
+    deploy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = deploy("old")
     old.module.charge_card = lambda **call: 1 / 0
     assert old.send().status_code == 500
@@ -645,14 +755,19 @@ def test_what_needs_no_key_can_be_repeated(page: Callable[..., ModuleType], clie
     page("do-without-a-key.md")
 
     def send(method: str, url: str, body: Any, **headers: str) -> int:
-        return getattr(client, method)(url, body, content_type="application/json", headers=headers).status_code
+        return getattr(client, method)(
+            url, body, content_type="application/json", headers=headers
+        ).status_code
 
     assert [send("put", "/accounts/jane/", {"balance": 90}) for _ in range(2)] == [201, 200]
     assert [send("post", "/accounts/", {"name": "joe"}) for _ in range(2)] == [201, 200]
     assert sorted(Account.objects.values_list("name", "balance")) == [("jane", 90), ("joe", 0)]
     url = "/accounts/jane/balance/"
     assert send("patch", url, {"balance": 80}) == 428
-    assert [send("patch", url, {"balance": 80}, **{"If-Match": '"90"'}) for _ in range(2)] == [200, 412]
+    assert [send("patch", url, {"balance": 80}, **{"If-Match": '"90"'}) for _ in range(2)] == [
+        200,
+        412,
+    ]
     assert Account.objects.get(name="jane").balance == 80
 
 
@@ -661,12 +776,20 @@ def test_what_needs_no_key_can_be_repeated(page: Callable[..., ModuleType], clie
 
 @pytest.fixture
 def other_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for what the page uses of django-idempotency-key 1.3.0: the name of an entry in the cache, and its pickle."""
+    """Stand in for what the page uses of django-idempotency-key 1.3.0: the name of an entry in the
+    cache, and its pickle."""
 
     class BasicKeyEncoder:
         def encode_key(self, request: HttpRequest, key: str) -> str:
-            parts = (key.encode(), request.path_info.encode(), (request.method or "").encode(), request.body)
-            return hashlib.sha256(b"".join(parts) + request.META.get("HTTP_AUTHORIZATION", "").encode()).hexdigest()
+            parts = (
+                key.encode(),
+                request.path_info.encode(),
+                (request.method or "").encode(),
+                request.body,
+            )
+            return hashlib.sha256(
+                b"".join(parts) + request.META.get("HTTP_AUTHORIZATION", "").encode()
+            ).hexdigest()
 
     class CacheKeyStorage:
         def store_data(self, cache_name: str, encoded_key: str, response: HttpResponse) -> None:
@@ -676,7 +799,10 @@ def other_package(monkeypatch: pytest.MonkeyPatch) -> None:
             stored = caches[cache_name].get(encoded_key)
             return (True, pickle.loads(stored)) if stored is not None else (False, None)
 
-    contents = {"encoders": {"BasicKeyEncoder": BasicKeyEncoder}, "storage": {"CacheKeyStorage": CacheKeyStorage}}
+    contents = {
+        "encoders": {"BasicKeyEncoder": BasicKeyEncoder},
+        "storage": {"CacheKeyStorage": CacheKeyStorage},
+    }
     monkeypatch.setitem(sys.modules, "idempotency_key", ModuleType("idempotency_key"))
     for name, content in contents.items():
         module = ModuleType(f"idempotency_key.{name}")
@@ -688,15 +814,25 @@ def other_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_retry_across_the_move_gets_the_answer_of_the_other_package(
     shop: Callable[..., SimpleNamespace], settings: Settings, client: Client, rf: RequestFactory
 ) -> None:
-    files = [file_of("move-from-django-idempotency-key.md", path) for path in ("shop/views.py", "shop/urls.py")]
+    files = [
+        file_of("move-from-django-idempotency-key.md", path)
+        for path in ("shop/views.py", "shop/urls.py")
+    ]
     example = serve_code(settings, *files)
     before = rf.post("/orders/", ORDER, headers=KEY)
     name = example.BasicKeyEncoder().encode_key(before, "key-1")
     example.CacheKeyStorage().store_data("default", name, JsonResponse({"id": 7}, status=201))
-    boundary = {"data": before.body, "content_type": before.content_type + "; boundary=BoUnDaRyStRiNg"}
+    boundary = {
+        "data": before.body,
+        "content_type": before.content_type + "; boundary=BoUnDaRyStRiNg",
+    }
     answer = client.post("/orders/", headers=KEY, **boundary)
     assert (answer.status_code, answer.json()) == (201, {"id": 7})
     assert not Entry.objects.exists()
     new = {"Idempotency-Key": "key-2"}
     first, again = (client.post("/orders/", headers=new, **boundary) for _ in range(2))
-    assert (first.status_code, again["Idempotent-Replayed"], Entry.objects.count()) == (201, "true", 1)
+    assert (first.status_code, again["Idempotent-Replayed"], Entry.objects.count()) == (
+        201,
+        "true",
+        1,
+    )

@@ -1,6 +1,7 @@
 """The how-to guides, followed as they are printed, from an empty folder.
 
-What their examples promise is tested in ``tests/docs/test_howtos.py``, ``tests/frameworks`` and ``tests/crash``.
+What their examples promise is tested in ``tests/docs/test_howtos.py``, ``tests/frameworks`` and
+``tests/crash``.
 """
 
 import os
@@ -71,19 +72,44 @@ def test_a_guide_can_be_followed_from_an_empty_folder(guide: str, tmp_path: Path
 
 def test_the_guide_to_clients_can_be_followed(tmp_path: Path) -> None:
     port = free_port()
-    here = {"localhost:8000": f"localhost:{port}", "runserver --noreload": f"runserver --noreload {port}"}
+    here = {
+        "localhost:8000": f"localhost:{port}",
+        "runserver --noreload": f"runserver --noreload {port}",
+    }
     Project(tmp_path, here).follow((GUIDES / "call-from-a-client.md").read_text())
 
 
 def test_the_guide_to_queues_can_be_followed(broker: Any, tmp_path: Path) -> None:
-    here = {"redis://localhost:6379/0": settings.REDIS_URL, "redis://localhost:6379/1": broker_url(settings.REDIS_URL)}
+    here = {
+        "redis://localhost:6379/0": settings.REDIS_URL,
+        "redis://localhost:6379/1": broker_url(settings.REDIS_URL),
+    }
     Project(tmp_path, here).follow((GUIDES / "choose-a-queue.md").read_text())
 
 
 def test_the_move_from_another_package_can_be_followed(tmp_path: Path) -> None:
-    page, packages = (GUIDES / "move-from-django-idempotency-key.md").read_text(), tmp_path / "packages"
-    (package,) = {word for line in page.splitlines() if line.startswith("$ pip") for word in line.split() if "==" in word}
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), package]
+    page, packages = (
+        (GUIDES / "move-from-django-idempotency-key.md").read_text(),
+        tmp_path / "packages",
+    )
+    (package,) = {
+        word
+        for line in page.splitlines()
+        if line.startswith("$ pip")
+        for word in line.split()
+        if "==" in word
+    }
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(packages),
+        package,
+    ]
     try:
         debian.run(pip, f"pip could not fetch {package}")
     except debian.NotToBeHad as reason:
@@ -119,7 +145,9 @@ def behind_pgbouncer(short_folder: Path) -> Iterator[dict[str, str]]:
         pytest.skip("the server is not the tests' own")
 
     def administer(statement: str) -> None:
-        with psycopg.connect(**connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True) as server:
+        with psycopg.connect(
+            **connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True
+        ) as server:
             server.execute(SQL(statement).format(Identifier(name)))
 
     try:
@@ -134,5 +162,7 @@ def behind_pgbouncer(short_folder: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.postgres
 @pytest.mark.django_db
-def test_the_guide_to_poolers_can_be_followed(behind_pgbouncer: dict[str, str], tmp_path: Path) -> None:
+def test_the_guide_to_poolers_can_be_followed(
+    behind_pgbouncer: dict[str, str], tmp_path: Path
+) -> None:
     Project(tmp_path, **behind_pgbouncer).follow((GUIDES / "use-a-pooler.md").read_text())

@@ -1,4 +1,5 @@
-"""The how-to guides that are mostly settings: each block is executed as it stands, and then used."""
+"""The how-to guides that are mostly settings: each block is executed as it stands, and then
+used."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +39,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
+    """Return a function that makes the modules of the shop that the pages import, with these models
+    and functions."""
     return shop_modules(monkeypatch)
 
 
@@ -51,7 +53,11 @@ def executed(guide: str, path: str, **names: Any) -> SimpleNamespace:
 
 def added(guide: str, path: str) -> list[Write]:
     """Return what a guide adds to a file, step by step."""
-    return [step for step in steps((GUIDES / guide).read_text()) if isinstance(step, Write) and step.path == path]
+    return [
+        step
+        for step in steps((GUIDES / guide).read_text())
+        if isinstance(step, Write) and step.path == path
+    ]
 
 
 # choose-a-queue.md
@@ -76,12 +82,24 @@ def hours(*seconds: float) -> float:
 
 def test_how_long_jobs_are_tried_is_what_the_page_says() -> None:
     text = (GUIDES / "choose-a-queue.md").read_text()
-    said = re.findall(r"^\| (RQ|Celery|Django Tasks) \|.*?(\d+)\)? (?:more )?tries within ([\d.]+) hours", text, re.M)
+    said = re.findall(
+        r"^\| (RQ|Celery|Django Tasks) \|.*?(\d+)\)? (?:more )?tries within ([\d.]+) hours",
+        text,
+        re.M,
+    )
     doubled = [2**number for number in range(MAX_ATTEMPTS)]
     assert [(name, int(tries), float(within)) for name, tries, within in said] == [
         ("RQ", RQBackend.retry.max, hours(*RQBackend.retry.intervals)),
-        ("Celery", OnceTask.max_retries, hours(*(min(2**tries, 3600) for tries in range(OnceTask.max_retries)))),
-        ("Django Tasks", MAX_ATTEMPTS, hours(*(TasksBackend.follow_up_seconds * wait for wait in doubled))),
+        (
+            "Celery",
+            OnceTask.max_retries,
+            hours(*(min(2**tries, 3600) for tries in range(OnceTask.max_retries))),
+        ),
+        (
+            "Django Tasks",
+            MAX_ATTEMPTS,
+            hours(*(TasksBackend.follow_up_seconds * wait for wait in doubled)),
+        ),
     ]
     assert says(text, hours(*(TasksBackend.follow_up_seconds * wait for wait in doubled)), "hours")
     # The last refusal is followed by no wait.
@@ -94,7 +112,9 @@ def test_how_long_jobs_are_tried_is_what_the_page_says() -> None:
 @pytest.mark.parametrize("options", [{}, {"OPTIONS": {"application_name": "shop"}}])
 def test_the_settings_of_poolers_keep_what_is_there(options: dict[str, Any]) -> None:
     databases = {"default": {"NAME": "shop", **options}}
-    for_pgbouncer, for_a_pool = (step.content for step in added("use-a-pooler.md", "shop/settings.py")[1:])
+    for_pgbouncer, for_a_pool = (
+        step.content for step in added("use-a-pooler.md", "shop/settings.py")[1:]
+    )
     exec(for_pgbouncer, {"DATABASES": databases})
     assert databases["default"] == {
         "NAME": "shop",
@@ -102,18 +122,25 @@ def test_the_settings_of_poolers_keep_what_is_there(options: dict[str, Any]) -> 
         "OPTIONS": {**options.get("OPTIONS", {}), "prepare_threshold": None},
     }
     exec(for_a_pool, {"DATABASES": databases})
-    assert databases["default"]["OPTIONS"]["pool"]["max_size"] > databases["default"]["OPTIONS"]["pool"]["min_size"]
+    assert (
+        databases["default"]["OPTIONS"]["pool"]["max_size"]
+        > databases["default"]["OPTIONS"]["pool"]["min_size"]
+    )
 
 
 # publish-in-openapi.md
 
 
 def described(operation: dict[str, Any]) -> bool:
-    return "x-idempotency" in operation and {"400", "409", "422", "503"} <= {str(status) for status in operation["responses"]}
+    return "x-idempotency" in operation and {"400", "409", "422", "503"} <= {
+        str(status) for status in operation["responses"]
+    }
 
 
 def test_the_schema_class_of_the_page_describes_a_protected_method(settings: Settings) -> None:
-    settings.REST_FRAMEWORK = executed("publish-in-openapi.md", "shop/settings.py", INSTALLED_APPS=[]).REST_FRAMEWORK
+    settings.REST_FRAMEWORK = executed(
+        "publish-in-openapi.md", "shop/settings.py", INSTALLED_APPS=[]
+    ).REST_FRAMEWORK
 
     class Orders(APIView):
         @idempotent
@@ -122,7 +149,9 @@ def test_the_schema_class_of_the_page_describes_a_protected_method(settings: Set
         def put(self, request: Any) -> Any: ...
 
     document = SchemaGenerator(patterns=[path("orders", Orders.as_view())]).get_schema(public=True)
-    assert {method: described(operation) for method, operation in document["paths"]["/orders"].items()} == {
+    assert {
+        method: described(operation) for method, operation in document["paths"]["/orders"].items()
+    } == {
         "post": True,
         "put": False,
     }

@@ -1,4 +1,5 @@
-"""What is published is the app, all of it, and nothing else; in an empty project it works. ``make package`` sets this up."""
+"""What is published is the app, all of it, and nothing else; in an empty project it works. ``make
+package`` sets this up."""
 
 import re
 import sys
@@ -71,12 +72,16 @@ importlib.import_module(sys.argv[1])
 
 def test_the_wheel_holds_each_file_of_the_app_and_nothing_else(built: Path) -> None:
     names = {PurePosixPath(name) for name in zipfile.ZipFile(one(built, "*.whl")).namelist()}
-    assert {name for name in names if not name.parts[0].endswith(".dist-info")} == files_of_the_app()
+    assert {
+        name for name in names if not name.parts[0].endswith(".dist-info")
+    } == files_of_the_app()
 
 
 def test_the_sdist_holds_the_app_and_neither_demo_nor_tests(built: Path) -> None:
     with tarfile.open(one(built, "*.tar.gz")) as archive:
-        names = {PurePosixPath(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
+        names = {
+            PurePosixPath(*Path(member.name).parts[1:]) for member in archive if member.isfile()
+        }
     tops = {name.parts[0] for name in names if not name.parts[0].endswith(".egg-info")}
     assert {name for name in names if name.parts[0] == "idempotency"} == files_of_the_app()
     assert tops == {
@@ -85,10 +90,21 @@ def test_the_sdist_holds_the_app_and_neither_demo_nor_tests(built: Path) -> None
 
 
 def test_the_index_would_take_both(built: Path) -> None:
-    run(TOOLS, "-m", "twine", "check", "--strict", one(built, "*.whl"), one(built, "*.tar.gz"), cwd=built)
+    run(
+        TOOLS,
+        "-m",
+        "twine",
+        "check",
+        "--strict",
+        one(built, "*.whl"),
+        one(built, "*.tar.gz"),
+        cwd=built,
+    )
 
 
-def test_the_wheel_says_which_versions_the_matrix_proves_and_which_extras_there_are(built: Path) -> None:
+def test_the_wheel_says_which_versions_the_matrix_proves_and_which_extras_there_are(
+    built: Path,
+) -> None:
     with zipfile.ZipFile(one(built, "*.whl")) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         said = Parser().parsestr(archive.read(name).decode())
@@ -96,29 +112,63 @@ def test_the_wheel_says_which_versions_the_matrix_proves_and_which_extras_there_
     assert cells
     proved = set()
     for python, django, release in re.findall(r"\bpy3(\d+)-django(\d)(\d)\b", cells[1]):
-        proved |= {f"Programming Language :: Python :: 3.{python}", f"Framework :: Django :: {django}.{release}"}
+        proved |= {
+            f"Programming Language :: Python :: 3.{python}",
+            f"Framework :: Django :: {django}.{release}",
+        }
     classifiers = said.get_all("Classifier")
-    assert {line for line in classifiers if re.search(r":: (Python|Django) :: \d+\.", line)} == proved
+    assert {
+        line for line in classifiers if re.search(r":: (Python|Django) :: \d+\.", line)
+    } == proved
     assert set(said.get_all("Provides-Extra")) == set(EXTRAS)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_an_extra_brings_all_that_its_module_imports(built: Path, tmp_path: Path, extra: str) -> None:
+def test_an_extra_brings_all_that_its_module_imports(
+    built: Path, tmp_path: Path, extra: str
+) -> None:
     site, (module, apps) = tmp_path / "site", EXTRAS[extra]
     wheel = f"django-idempotency[{extra}] @ {one(built, '*.whl').as_uri()}"
-    run(TOOLS, "-m", "pip", "install", "--quiet", "--target", site, wheel, "psycopg[binary]", "Django~=5.2.0", cwd=tmp_path)
+    run(
+        TOOLS,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--target",
+        site,
+        wheel,
+        "psycopg[binary]",
+        "Django~=5.2.0",
+        cwd=tmp_path,
+    )
     # Without the packages of the environment that the tests run in.
-    run(TOOLS, "-S", "-W", "error", "-c", IMPORTS, module, *apps, cwd=tmp_path, PYTHONPATH=str(site))
+    run(
+        TOOLS, "-S", "-W", "error", "-c", IMPORTS, module, *apps, cwd=tmp_path, PYTHONPATH=str(site)
+    )
 
 
-def test_a_new_project_answers_the_retry_of_a_payment_with_the_first_answer(built: Path, tmp_path: Path) -> None:
+def test_a_new_project_answers_the_retry_of_a_payment_with_the_first_answer(
+    built: Path, tmp_path: Path
+) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    run(python, "-m", "pip", "install", "--quiet", one(built, "*.whl"), "psycopg[binary]", cwd=tmp_path)
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        one(built, "*.whl"),
+        "psycopg[binary]",
+        cwd=tmp_path,
+    )
     run(python, "-m", "django", "startproject", "shop", tmp_path, cwd=tmp_path)
     settings = tmp_path / "shop" / "settings.py"
     settings.write_text(
-        settings.read_text() + "\nINSTALLED_APPS += ['idempotency']\nALLOWED_HOSTS = ['testserver']\nROOT_URLCONF = 'pay'\n"
+        settings.read_text()
+        + "\nINSTALLED_APPS += ['idempotency']\nALLOWED_HOSTS = ['testserver']\nROOT_URLCONF ="
+        " 'pay'\n"
     )
     (tmp_path / "pay.py").write_text(VIEWS)
 
@@ -133,5 +183,9 @@ def test_a_new_project_answers_the_retry_of_a_payment_with_the_first_answer(buil
 
 
 def files_of_the_app() -> set[PurePosixPath]:
-    files = (path for path in (ROOT / "idempotency").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = (
+        path
+        for path in (ROOT / "idempotency").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     return {PurePosixPath(path.relative_to(ROOT)) for path in files}

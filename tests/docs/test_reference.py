@@ -1,4 +1,5 @@
-"""The reference says what the code does; what is made from the code is made anew by ``python -m tests.reference``."""
+"""The reference says what the code does; what is made from the code is made anew by ``python -m
+tests.reference``."""
 
 import ast
 import inspect
@@ -46,7 +47,8 @@ ARGUMENTS = inspect.signature(idempotent).parameters
 LOOPS = heartbeats.LOOPS
 PAGES_OF_PROSE = ["../README.md", *(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))]
 SCALE_FACTOR = r"autovacuum_vacuum_scale_factor = ([\d.]+)\)"
-#: Imports a module as a project does that has Django, psycopg and this app, and no package that patches Django for its types.
+#: Imports a module as a project does that has Django, psycopg and this app, and no package that
+#: patches Django for its types.
 IMPORT = """
 import sys, django
 from django.conf import settings
@@ -73,7 +75,11 @@ def test_every_part_is_on_a_page() -> None:
 
 
 def test_every_setting_has_a_default_a_unit_and_a_meaning() -> None:
-    rows = re.findall(r"^\| `([A-Z0-9_]+)` \| `(.+?)` \| (.+?) \| (.+) \|$", (DOCS / "reference/settings.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `([A-Z0-9_]+)` \| `(.+?)` \| (.+?) \| (.+) \|$",
+        (DOCS / "reference/settings.md").read_text(),
+        re.M,
+    )
     assert [name for name, *_ in rows] == [field.name for field in fields(Settings)]
     assert {name: default for name, default, *_ in rows} == {
         field.name: reference.written(getattr(Settings(), field.name)) for field in fields(Settings)
@@ -89,8 +95,15 @@ def test_no_note_and_no_unit_is_left_of_what_the_code_does_not_have() -> None:
 
 
 def test_every_error_code_is_documented_with_its_status_and_no_other() -> None:
-    documented = {code: int(status) for status, code in re.findall(r"^\| (\d+) \| `(\w+)` \|", OVERVIEW, re.M)}
-    made = [problems.key_missing(), problems.key_invalid("-"), problems.body_incomplete(), problems.scope_missing()]
+    documented = {
+        code: int(status) for status, code in re.findall(r"^\| (\d+) \| `(\w+)` \|", OVERVIEW, re.M)
+    }
+    made = [
+        problems.key_missing(),
+        problems.key_invalid("-"),
+        problems.body_incomplete(),
+        problems.scope_missing(),
+    ]
     made += map(problem_of, (InProgress(), KeyReused(), InterventionRequired()))
     made += [problem_of(Unavailable(code=code)) for code in problems._UNAVAILABLE]
     assert {problem.code for problem in made} == set(problems._TITLES)
@@ -110,8 +123,15 @@ def test_every_signal_is_documented() -> None:
 
 
 def test_every_event_of_the_history_is_documented() -> None:
-    section = (DOCS / "reference/models.md").read_text().partition("## The history of a key")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `([a-z ]+)` \|", section, re.M) == [event.value for event in HistoryEvent]
+    section = (
+        (DOCS / "reference/models.md")
+        .read_text()
+        .partition("## The history of a key")[2]
+        .partition("\n## ")[0]
+    )
+    assert re.findall(r"^\| `([a-z ]+)` \|", section, re.M) == [
+        event.value for event in HistoryEvent
+    ]
 
 
 def derived() -> str:
@@ -191,14 +211,22 @@ def test_a_number_of_the_code_is_on_the_page(page: str, value: float, unit: str)
 
 
 def test_the_number_beside_a_setting_is_its_default() -> None:
-    found = {(name, float(said)) for page in PAGES_OF_PROSE for name, said in re.findall(r"`([A-Z_]+)` \((\d+)\)", prose(page))}
+    found = {
+        (name, float(said))
+        for page in PAGES_OF_PROSE
+        for name, said in re.findall(r"`([A-Z_]+)` \((\d+)\)", prose(page))
+    }
     ours = {(name, said) for name, said in found if hasattr(DEFAULTS, name)}
     assert len(ours) >= 3
     assert ours == {(name, getattr(DEFAULTS, name)) for name, _ in ours}
 
 
 def test_the_pages_count_the_loops() -> None:
-    said = {number.lower() for page in PAGES_OF_PROSE for number in re.findall(r"\b(\w+) loops\b", prose(page))}
+    said = {
+        number.lower()
+        for page in PAGES_OF_PROSE
+        for number in re.findall(r"\b(\w+) loops\b", prose(page))
+    }
     numbers = {"two", "three", "four", "five", *map(str, range(10))}
     assert said & numbers == {"three"}
     assert len(LOOPS) == 3
@@ -210,8 +238,16 @@ def test_the_pages_count_the_loops() -> None:
         ("explanation/scaling.md", SCALE_FACTOR, advised(doctor, SCALE_FACTOR)),
         ("how-to/hand-the-key-on.md", r"`(\d+) \* 3600`", DEFAULTS.RETENTION_HOURS - 1),
         ("how-to/metrics-and-alerts.md", r"lag_seconds\) > (\d+)", heartbeats.SILENT_SECONDS),
-        ("how-to/metrics-and-alerts.md", r"_bucket\[10m\]\)\)\) > (\d+)", DEFAULTS.LOCK_TIMEOUT_SECONDS / 2),
-        ("reference/settings.md", r"prepare_threshold\"\]` \| (\d+)", advised(setting_checks, r"Set it to (\d+)")),
+        (
+            "how-to/metrics-and-alerts.md",
+            r"_bucket\[10m\]\)\)\) > (\d+)",
+            DEFAULTS.LOCK_TIMEOUT_SECONDS / 2,
+        ),
+        (
+            "reference/settings.md",
+            r"prepare_threshold\"\]` \| (\d+)",
+            advised(setting_checks, r"Set it to (\d+)"),
+        ),
     ],
 )
 def test_a_number_of_an_example_is_that_of_the_code(page: str, said: str, value: float) -> None:
@@ -221,23 +257,35 @@ def test_a_number_of_an_example_is_that_of_the_code(page: str, said: str, value:
 @pytest.mark.parametrize(
     ("page", "said", "value"),
     [
-        ("how-to/metrics-and-alerts.md", r"oldest_unfinished_seconds\) > (\d+)", DEFAULTS.COMPLETER_MIN_AGE_SECONDS),
+        (
+            "how-to/metrics-and-alerts.md",
+            r"oldest_unfinished_seconds\) > (\d+)",
+            DEFAULTS.COMPLETER_MIN_AGE_SECONDS,
+        ),
         ("how-to/run-the-processes.md", r"TimeoutStopSec=(\d+)", DEFAULTS.LOCK_TIMEOUT_SECONDS),
         ("how-to/test-your-views.md", r"age\(key, seconds=(\d+)\)", DEFAULTS.LOCK_TIMEOUT_SECONDS),
     ],
 )
-def test_a_number_of_an_example_is_above_that_of_the_code(page: str, said: str, value: float) -> None:
+def test_a_number_of_an_example_is_above_that_of_the_code(
+    page: str, said: str, value: float
+) -> None:
     assert [float(found) > value for found in re.findall(said, prose(page))] == [True]
 
 
-@pytest.mark.parametrize("page", ["explanation/what-is-promised.md", "explanation/how-a-request-runs.md"])
+@pytest.mark.parametrize(
+    "page", ["explanation/what-is-promised.md", "explanation/how-a-request-runs.md"]
+)
 def test_every_status_that_is_never_stored_is_on_the_page(page: str) -> None:
-    assert not [status for status in DEFAULTS.NEVER_STORED_STATUSES if not says(prose(page), status)]
+    assert not [
+        status for status in DEFAULTS.NEVER_STORED_STATUSES if not says(prose(page), status)
+    ]
     assert not DEFAULTS.STORE_5XX
 
 
 def test_statuses_that_the_client_is_said_to_send_again_are_those() -> None:
-    (listed,) = re.findall(r"^\| ((?:\d{3}, )+)5xx", (DOCS / "how-to" / "call-from-a-client.md").read_text(), re.M)
+    (listed,) = re.findall(
+        r"^\| ((?:\d{3}, )+)5xx", (DOCS / "how-to" / "call-from-a-client.md").read_text(), re.M
+    )
     assert {int(status) for status in re.findall(r"\d+", listed)} == _rules.RETRIED_STATUSES
 
 
@@ -245,13 +293,21 @@ def test_the_limits_of_settings_are_those_of_the_code() -> None:
     text = (DOCS / "reference/settings.md").read_text()
     lines = re.findall(r"^- .*?(?=^- |^$|\Z)", text, re.M | re.S)
     least = next(hours for hours in range(1000) if not conf.mistakes({"RETENTION_HOURS": hours}))
-    allowed = [status for status in range(400, 500) if not conf.mistakes({"MISMATCH_STATUS": status})]
+    allowed = [
+        status for status in range(400, 500) if not conf.mistakes({"MISMATCH_STATUS": status})
+    ]
     assert any(says(line, least) for line in lines if "`RETENTION_HOURS`" in line)
-    assert any(all(says(line, status) for status in allowed) for line in lines if "`MISMATCH_STATUS`" in line)
+    assert any(
+        all(says(line, status) for status in allowed)
+        for line in lines
+        if "`MISMATCH_STATUS`" in line
+    )
 
 
 def test_the_header_beside_its_setting_is_the_default() -> None:
-    assert f"`HEADER_NAMES` (`{json.dumps(DEFAULTS.HEADER_NAMES)}`" in prose("how-to/move-from-django-idempotency-key.md")
+    assert f"`HEADER_NAMES` (`{json.dumps(DEFAULTS.HEADER_NAMES)}`" in prose(
+        "how-to/move-from-django-idempotency-key.md"
+    )
 
 
 def test_every_default_of_the_decorator_is_the_one_of_the_code() -> None:
@@ -268,7 +324,11 @@ def test_every_default_of_the_decorator_is_the_one_of_the_code() -> None:
 @pytest.mark.parametrize("function", [stage_job, inbox.process_once, ClaimedKey.derive])
 def test_a_signature_in_prose_is_that_of_the_code(function: Callable[..., object]) -> None:
     signature = inspect.signature(function)
-    plain = [given.replace(annotation=given.empty) for name, given in signature.parameters.items() if name != "self"]
+    plain = [
+        given.replace(annotation=given.empty)
+        for name, given in signature.parameters.items()
+        if name != "self"
+    ]
     written = str(inspect.Signature(plain)).replace("'", '"')
     assert f"{function.__name__}{written}" in OVERVIEW
 
@@ -276,7 +336,9 @@ def test_a_signature_in_prose_is_that_of_the_code(function: Callable[..., object
 @pytest.mark.processes
 def test_what_the_page_names_can_be_imported_with_django_alone() -> None:
     page = (DOCS / "reference/python.md").read_text()
-    named = re.findall(r"^\.\. auto(?:function|class|exception|module|method):: (idempotency\.[a-z_]+)", page, re.M)
+    named = re.findall(
+        r"^\.\. auto(?:function|class|exception|module|method):: (idempotency\.[a-z_]+)", page, re.M
+    )
     subprocess.run([sys.executable, "-c", IMPORT, *sorted(set(named))], check=True, timeout=60)
 
 

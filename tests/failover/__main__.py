@@ -1,4 +1,5 @@
-"""``make failover``: run some rounds of each event in each kind of replication; print a table, and the result in one line."""
+"""``make failover``: run some rounds of each event in each kind of replication; print a table, and
+the result in one line."""
 
 # ruff: noqa: T201 - it prints its progress
 
@@ -35,7 +36,9 @@ class Run:
     def play(self, configuration: Configuration) -> None:
         """Run the chosen events in a configuration, on new nodes."""
         chosen = re.compile(self._options.events).search
-        events = [event for event in EVENTS if configuration in event.played_in and chosen(event.name)]
+        events = [
+            event for event in EVENTS if configuration in event.played_in and chosen(event.name)
+        ]
         folder = self._options.folder / configuration.folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -51,13 +54,18 @@ class Run:
         from tests.failover.rounds import play
 
         if time.monotonic() > self._ends:
-            raise TimeoutError(f"no time was left for {cell.event}, {cell.configuration}, round {number + 1}")
+            raise TimeoutError(
+                f"no time was left for {cell.event}, {cell.configuration}, round {number + 1}"
+            )
         drawn = random.Random(f"{self._options.seed} {cell.event} {cell.configuration} {number}")
         began = time.monotonic()
         done = play(lab, event, drawn)
         cell.rounds.append(asdict(done))
         seconds = time.monotonic() - began
-        print(f"{cell.configuration}: {cell.event}, round {number + 1} ({seconds:.0f} s): {done}", flush=True)
+        print(
+            f"{cell.configuration}: {cell.event}, round {number + 1} ({seconds:.0f} s): {done}",
+            flush=True,
+        )
 
 
 def main() -> int:
@@ -65,7 +73,9 @@ def main() -> int:
     options = _options()
     options.folder.mkdir(parents=True, exist_ok=True)
     _set_up_django(options.folder)
-    print(f"to run this again: SEED={options.seed} ROUNDS={options.rounds} make failover", flush=True)
+    print(
+        f"to run this again: SEED={options.seed} ROUNDS={options.rounds} make failover", flush=True
+    )
     run, failures = Run(options), []
     try:
         for configuration in CONFIGURATIONS:
@@ -86,13 +96,30 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.failover", description=__doc__)
     seed = str(random.SystemRandom().randrange(10**6))
     parser.add_argument(
-        "--rounds", type=int, default=os.environ.get("ROUNDS") or "3", help="rounds of each event (ROUNDS, or 3)"
+        "--rounds",
+        type=int,
+        default=os.environ.get("ROUNDS") or "3",
+        help="rounds of each event (ROUNDS, or 3)",
     )
-    parser.add_argument("--seed", type=int, default=os.environ.get("SEED") or seed, help="seed of the pauses (SEED, or random)")
-    parser.add_argument("--events", default="", help="a regular expression; the events with such a name")
-    parser.add_argument("--configurations", default="", help="a regular expression; the configurations with such a name")
     parser.add_argument(
-        "--folder", type=lambda text: Path(text).resolve(), default=results.FOLDER, help="data, logs and results"
+        "--seed",
+        type=int,
+        default=os.environ.get("SEED") or seed,
+        help="seed of the pauses (SEED, or random)",
+    )
+    parser.add_argument(
+        "--events", default="", help="a regular expression; the events with such a name"
+    )
+    parser.add_argument(
+        "--configurations",
+        default="",
+        help="a regular expression; the configurations with such a name",
+    )
+    parser.add_argument(
+        "--folder",
+        type=lambda text: Path(text).resolve(),
+        default=results.FOLDER,
+        help="data, logs and results",
     )
     return parser.parse_args()
 

@@ -12,11 +12,14 @@ from typing import Self
 
 PATHS = ("/plain/", "/phased/")
 CLIENTS = 8
-#: The timeout of an attempt, and the pause before the next attempt. The pause is shorter than Retry-After.
+#: The timeout of an attempt, and the pause before the next attempt. The pause is shorter than
+#: Retry-After.
 TIMEOUT_SECONDS, PAUSE_SECONDS = 3.0, 0.1
-#: The longest time to the response for a key after the service is back. It is shorter than the lock timeout, 90 s.
+#: The longest time to the response for a key after the service is back. It is shorter than the lock
+#: timeout, 90 s.
 PATIENCE_SECONDS = 20.0
-#: The longest time to the response to a retry of an acknowledged request, after all clients have ended.
+#: The longest time to the response to a retry of an acknowledged request, after all clients have
+#: ended.
 AGAIN_SECONDS = 5.0
 #: The results after which a client retries: the key is in use, or the database is unavailable.
 AGAIN = (409, 503, None)
@@ -43,7 +46,9 @@ def post(port: int, path: str, key: str) -> Answer:
     """Send one attempt and return its response."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request("POST", path, b"{}", {"Idempotency-Key": key, "Content-Type": "application/json"})
+        connection.request(
+            "POST", path, b"{}", {"Idempotency-Key": key, "Content-Type": "application/json"}
+        )
         response = connection.getresponse()
         return Answer(response.status, response.read(), response.headers.get("Retry-After", ""))
     except (OSError, http.client.HTTPException):
@@ -53,13 +58,17 @@ def post(port: int, path: str, key: str) -> Answer:
 
 
 class Clients:
-    """Threads that send requests, each with a new key, until they are stopped; a context manager."""
+    """Threads that send requests, each with a new key, until they are stopped; a context
+    manager."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._stop, self._deadline = threading.Event(), float("inf")
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True)
+            for number in range(CLIENTS)
+        ]
         self.acknowledged: dict[str, Acknowledged] = {}
         self.statuses: Counter[int | None] = Counter()
         #: Keys that are not acknowledged, with the last status.
@@ -89,7 +98,11 @@ class Clients:
     @property
     def server_errors(self) -> int:
         """The number of 5xx responses other than 503."""
-        return sum(count for status, count in self.statuses.items() if status and status >= 500 and status != 503)
+        return sum(
+            count
+            for status, count in self.statuses.items()
+            if status and status >= 500 and status != 503
+        )
 
     def first_answer(self, since: float) -> float | None:
         """Return the time of the first 201 whose attempt began at ``since`` or later, or None."""

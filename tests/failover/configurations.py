@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kind of replication; ``lag_seconds`` is the delay of data to the standby, and of its reply."""
+    """A kind of replication; ``lag_seconds`` is the delay of data to the standby, and of its
+    reply."""
 
     name: str
     folder: str

@@ -1,4 +1,5 @@
-"""The events of the lab: changes of the nodes, and the configurations in which an event must lose nothing."""
+"""The events of the lab: changes of the nodes, and the configurations in which an event must lose
+nothing."""
 
 import os
 import signal
@@ -11,7 +12,8 @@ from tests.failover.lab import Lab
 from tests.failover.pair import ask, vanish
 from tests.kit.waiting import eventually
 
-#: The time for which clients send requests in a state of the nodes before the next step of an event.
+#: The time for which clients send requests in a state of the nodes before the next step of an
+#: event.
 WATCH_SECONDS = 1.5
 #: The number of sessions that must wait for an unavailable standby before an event continues.
 WAITING = 6
@@ -19,13 +21,15 @@ WAITING = 6
 
 @dataclass(frozen=True)
 class Event:
-    """An event. Nothing may be lost in the configurations ``kept_in``; in the others of ``played_in`` a loss must occur."""
+    """An event. Nothing may be lost in the configurations ``kept_in``; in the others of
+    ``played_in`` a loss must occur."""
 
     name: str
     happen: Callable[[Lab], None]
     kept_in: tuple[Configuration, ...]
     played_in: tuple[Configuration, ...] = CONFIGURATIONS
-    #: Whether the service connects to both nodes (``target_session_attrs=read-write``) instead of an address that moves.
+    #: Whether the service connects to both nodes (``target_session_attrs=read-write``) instead of
+    #: an address that moves.
     both_hosts: bool = False
 
 
@@ -41,14 +45,16 @@ def _kill(lab: Lab) -> None:
 
 
 def _stop(lab: Lab) -> None:
-    """Stop the primary with a fast shutdown: it ends its sessions, and ends itself after the standby has all WAL."""
+    """Stop the primary with a fast shutdown: it ends its sessions, and ends itself after the
+    standby has all WAL."""
     lab.pair.primary.stop()
     lab.pair.promote()
     lab.move_address()
 
 
 def _promote_beside_the_primary(lab: Lab) -> None:
-    """Promote the standby without stopping the old primary, which accepts writes until the address has moved."""
+    """Promote the standby without stopping the old primary, which accepts writes until the address
+    has moved."""
     lab.pair.promote()
     watch(0.3)
     lab.move_address()
@@ -66,7 +72,8 @@ def _cancel_waits(lab: Lab) -> None:
 
 
 def _restart_alone(lab: Lab) -> None:
-    """Make the standby unavailable, and restart the primary while commits wait: they are visible after recovery."""
+    """Make the standby unavailable, and restart the primary while commits wait: they are visible
+    after recovery."""
     _take_the_standby_away(lab)
     lab.pair.primary.crash()
     lab.pair.primary.start()
@@ -75,7 +82,8 @@ def _restart_alone(lab: Lab) -> None:
 
 
 def _crash_alone(lab: Lab) -> None:
-    """Like ``_restart_alone``, but kill one session, as the kernel does without memory: PostgreSQL restarts and recovers."""
+    """Like ``_restart_alone``, but kill one session, as the kernel does without memory: PostgreSQL
+    restarts and recovers."""
     _take_the_standby_away(lab)
     os.kill(lab.pair.waiting()[0], signal.SIGKILL)
     watch(2 * WATCH_SECONDS)
@@ -83,7 +91,8 @@ def _crash_alone(lab: Lab) -> None:
 
 
 def _show_the_standby(lab: Lab) -> None:
-    """Point the address to the standby for some time, then back to the primary. Sessions on the standby stay open."""
+    """Point the address to the standby for some time, then back to the primary. Sessions on the
+    standby stay open."""
     lab.address.target = lab.pair.standby.sockets
     lab.address.cut()
     watch(WATCH_SECONDS)
@@ -97,11 +106,35 @@ def _take_the_standby_away(lab: Lab) -> None:
 
 EVENTS = (
     Event("primary killed", _kill, kept_in=(SYNCHRONOUS, CONFIRMED)),
-    Event("primary killed, both nodes in HOST", _kill, kept_in=(SYNCHRONOUS, CONFIRMED), both_hosts=True),
+    Event(
+        "primary killed, both nodes in HOST",
+        _kill,
+        kept_in=(SYNCHRONOUS, CONFIRMED),
+        both_hosts=True,
+    ),
     Event("primary stopped", _stop, kept_in=CONFIGURATIONS),
-    Event("standby promoted beside the primary", _promote_beside_the_primary, kept_in=(SYNCHRONOUS, CONFIRMED)),
-    Event("standby away, waits cancelled, primary killed", _cancel_waits, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
-    Event("standby away, primary restarted, then killed", _restart_alone, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
-    Event("standby away, session crashed, primary killed", _crash_alone, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
+    Event(
+        "standby promoted beside the primary",
+        _promote_beside_the_primary,
+        kept_in=(SYNCHRONOUS, CONFIRMED),
+    ),
+    Event(
+        "standby away, waits cancelled, primary killed",
+        _cancel_waits,
+        (CONFIRMED,),
+        (SYNCHRONOUS, CONFIRMED),
+    ),
+    Event(
+        "standby away, primary restarted, then killed",
+        _restart_alone,
+        (CONFIRMED,),
+        (SYNCHRONOUS, CONFIRMED),
+    ),
+    Event(
+        "standby away, session crashed, primary killed",
+        _crash_alone,
+        (CONFIRMED,),
+        (SYNCHRONOUS, CONFIRMED),
+    ),
     Event("address points to the standby", _show_the_standby, kept_in=CONFIGURATIONS),
 )

@@ -20,7 +20,8 @@ from tests.kit.faulty_service import FaultyService, serving
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = "tests.failover.settings"
-#: More threads than clients, because a request may still wait for its COMMIT after its client gave up.
+#: More threads than clients, because a request may still wait for its COMMIT after its client gave
+#: up.
 WEB_THREADS = 32
 LOOP_OPTIONS = ["--enqueue-interval", "0.5", "--complete-interval", "0.5", "--reap-interval", "0.5"]
 
@@ -54,19 +55,24 @@ class Web(Process):
 
 
 class Lab:
-    """The lab in one configuration; a context manager. The nodes and the records of the provider are kept between rounds."""
+    """The lab in one configuration; a context manager. The nodes and the records of the provider
+    are kept between rounds."""
 
     def __init__(self, folder: Path, configuration: Configuration) -> None:
         self._folder, self.configuration = folder, configuration
         self._stack = ExitStack()
         self._processes: list[Process] = []
         self._host = ""
-        self.pair = Pair(folder, synchronous=configuration.synchronous, lag_seconds=configuration.lag_seconds)
+        self.pair = Pair(
+            folder, synchronous=configuration.synchronous, lag_seconds=configuration.lag_seconds
+        )
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self.pair)
-            self.address = stack.enter_context(Relay(self._folder / "address", self.pair.primary.sockets))
+            self.address = stack.enter_context(
+                Relay(self._folder / "address", self.pair.primary.sockets)
+            )
             self.provider = stack.enter_context(serving(Provider()))
             stack.callback(self._stop)
             with self.database():
@@ -80,7 +86,8 @@ class Lab:
         self._stack.close()
 
     def serve(self, *, both_hosts: bool) -> None:
-        """Run the service and the loops with the address that moves, or with the addresses of both nodes."""
+        """Run the service and the loops with the address that moves, or with the addresses of both
+        nodes."""
         nodes = ",".join(str(socket_folder(folder)) for folder in self.pair.folders)
         host = nodes if both_hosts else str(self.address.folder)
         if host == self._host:
@@ -99,7 +106,13 @@ class Lab:
         worker = [sys.executable, "-m", "django", "idempotency_worker", *LOOP_OPTIONS]
         self._processes = [
             self.web,
-            Process("idempotency_worker", worker, environment=environment, folder=ROOT, output=self._folder / "worker.log"),
+            Process(
+                "idempotency_worker",
+                worker,
+                environment=environment,
+                folder=ROOT,
+                output=self._folder / "worker.log",
+            ),
         ]
         for process in self._processes:
             process.start()

@@ -1,4 +1,5 @@
-"""Two PostgreSQL nodes: a primary, and a hot standby that replicates it through a link that can be slow, held or cut."""
+"""Two PostgreSQL nodes: a primary, and a hot standby that replicates it through a link that can be
+slow, held or cut."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,11 @@ PARAMETERS = {"dynamic_shared_memory_type": "mmap", "wal_retrieve_retry_interval
 def ask(server: Postgres, statement: str) -> list[tuple[Any, ...]]:
     """Run a statement on a server, outside a transaction; return its rows."""
     with psycopg.connect(
-        host=str(server.sockets), user="postgres", dbname="rides", autocommit=True, connect_timeout=5
+        host=str(server.sockets),
+        user="postgres",
+        dbname="rides",
+        autocommit=True,
+        connect_timeout=5,
     ) as connection:
         cursor = connection.execute(statement.encode())
         return cursor.fetchall() if cursor.description else []
@@ -52,7 +57,9 @@ class Pair:
         self.primary.start()
         for name, value in PARAMETERS.items():
             ask(self.primary, f"ALTER SYSTEM SET {name} = '{value}'")
-        self.link = Relay(self._link_folder, self.primary.sockets, owner=self.primary.data.stat().st_uid)
+        self.link = Relay(
+            self._link_folder, self.primary.sockets, owner=self.primary.data.stat().st_uid
+        )
         self.link.__enter__()
         self.rebuild()
         return self
@@ -73,7 +80,8 @@ class Pair:
         self.primary, self.standby = self.standby, self.primary
 
     def rebuild(self) -> None:
-        """Make the other node a standby, from a new copy of the primary. If ``synchronous``, let commits wait for it."""
+        """Make the other node a standby, from a new copy of the primary. If ``synchronous``, let
+        commits wait for it."""
         vanish(self.standby)
         self.link.restore(self.primary.sockets)
         standby = Standby(self.standby.data, self._link_folder)
@@ -90,7 +98,12 @@ class Pair:
 
     def waiting(self) -> list[int]:
         """Return the process ids of the sessions whose COMMIT waits for the standby."""
-        return [pid for (pid,) in ask(self.primary, "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'")]
+        return [
+            pid
+            for (pid,) in ask(
+                self.primary, "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+            )
+        ]
 
     def _standbys(self) -> list[tuple[Any, ...]]:
         return ask(self.primary, "SELECT state, sync_state FROM pg_stat_replication")

@@ -1,4 +1,5 @@
-"""A proxy between unix sockets of PostgreSQL: an address that can be moved, or a link that is slow, held or cut."""
+"""A proxy between unix sockets of PostgreSQL: an address that can be moved, or a link that is slow,
+held or cut."""
 
 import asyncio
 import os
@@ -17,10 +18,11 @@ ANSWER_SECONDS = 10
 
 
 class Relay:
-    """Forward each connection to the socket in the folder ``target``; a context manager that serves in a thread.
+    """Forward each connection to the socket in the folder ``target``; a context manager that serves
+    in a thread.
 
-    ``target``, ``delay_seconds`` (one way), ``held`` and ``refusing`` may be set at any time. A held relay buffers all data,
-    and a refusing relay closes each new connection immediately.
+    ``target``, ``delay_seconds`` (one way), ``held`` and ``refusing`` may be set at any time. A
+    held relay buffers all data, and a refusing relay closes each new connection immediately.
     """
 
     def __init__(self, folder: Path, target: Path, *, owner: int | None = None) -> None:
@@ -64,7 +66,10 @@ class Relay:
         self.target, self.delay_seconds, self.held, self.refusing = target, 0.0, False, False
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner, suppress(asyncio.CancelledError):
+        with (
+            asyncio.Runner(loop_factory=lambda: self._loop) as runner,
+            suppress(asyncio.CancelledError),
+        ):
             runner.run(self._listen())
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
@@ -92,7 +97,9 @@ class Relay:
         both = {writer.transport, far_writer.transport}
         self._open |= both
         try:
-            await asyncio.gather(self._forward(reader, far_writer), self._forward(far_reader, writer))
+            await asyncio.gather(
+                self._forward(reader, far_writer), self._forward(far_reader, writer)
+            )
         finally:
             self._open -= both
             for transport in both:
@@ -108,7 +115,9 @@ class Relay:
         late.put_nowait((0.0, b""))
         await sending
 
-    async def _send(self, late: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+    async def _send(
+        self, late: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
+    ) -> None:
         with suppress(OSError):
             while True:
                 due, data = await late.get()

@@ -1,6 +1,7 @@
 """The results of a run: the printed table, the failures, and the table of the docs.
 
-``python -m tests.failover.results`` writes the table of the last run into docs/explanation/scaling.md.
+``python -m tests.failover.results`` writes the table of the last run into
+docs/explanation/scaling.md.
 """
 
 import json
@@ -12,7 +13,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FOLDER, FILE = ROOT / ".run" / "failover", "results.json"
 PAGE = ROOT / "docs" / "explanation" / "scaling.md"
-BEGINNING, END = "<!-- `make failover` and `python -m tests.failover.results` make this table. -->", "<!-- end of the table -->"
+BEGINNING, END = (
+    "<!-- `make failover` and `python -m tests.failover.results` make this table. -->",
+    "<!-- end of the table -->",
+)
 HEAD = (
     *("event", "replication", "acknowledged", "lost", "doubled", "changed"),
     *("5xx other than 503", "first answer, s", "loops back, s"),
@@ -24,7 +28,8 @@ LONGEST = ("first_answer_seconds", "loops_seconds")
 
 @dataclass
 class Cell:
-    """An event in a configuration: its rounds (``rounds.Round`` as dicts), and whether the event must lose nothing."""
+    """An event in a configuration: its rounds (``rounds.Round`` as dicts), and whether the event
+    must lose nothing."""
 
     event: str
     configuration: str
@@ -37,9 +42,12 @@ class Cell:
         return sums + [f"{max(each[name] for each in self.rounds):.1f}" for name in LONGEST]
 
     def failures(self) -> list[str]:
-        """Return a line for each failure. An expected loss that did not occur is a failure too: the run proves nothing."""
+        """Return a line for each failure. An expected loss that did not occur is a failure too: the
+        run proves nothing."""
         lines = [fault for each in self.rounds for fault in each["faults"]]
-        broken = {name: sum(each[name] for each in self.rounds) for name in ("lost", "doubled", "changed")}
+        broken = {
+            name: sum(each[name] for each in self.rounds) for name in ("lost", "doubled", "changed")
+        }
         if self.kept:
             lines += [f"{count} {name}" for name, count in broken.items() if count]
         elif not broken["lost"]:
@@ -66,4 +74,6 @@ def filled(page: str, cells: list[Cell]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(), [Cell(**cell) for cell in json.loads((FOLDER / FILE).read_text())]))
+    PAGE.write_text(
+        filled(PAGE.read_text(), [Cell(**cell) for cell in json.loads((FOLDER / FILE).read_text())])
+    )

@@ -1,4 +1,5 @@
-"""One round: traffic, an event, the recovery, and the comparison of the records of clients, database and provider."""
+"""One round: traffic, an event, the recovery, and the comparison of the records of clients,
+database and provider."""
 
 import random
 import time
@@ -22,7 +23,8 @@ from tests.models import Entry
 SCOPE = "scope=everybody"
 #: The time for which the traffic continues after the event.
 AFTERWARDS_SECONDS = 0.5
-#: The longest allowed time until each loop works again, and the time after which the round stops waiting.
+#: The longest allowed time until each loop works again, and the time after which the round stops
+#: waiting.
 LOOPS_SECONDS, LOOPS_LIMIT_SECONDS = 15.0, 45.0
 LOOK_SECONDS = 0.1
 
@@ -41,8 +43,14 @@ class Round:
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        counts = f"{self.acknowledged} acknowledged, {self.lost} lost, {self.doubled} doubled, {self.changed} changed"
-        times = f"first answer after {self.first_answer_seconds:.1f} s, loops back after {self.loops_seconds:.1f} s"
+        counts = (
+            f"{self.acknowledged} acknowledged, {self.lost} lost, {self.doubled} doubled,"
+            f" {self.changed} changed"
+        )
+        times = (
+            f"first answer after {self.first_answer_seconds:.1f} s, loops back after"
+            f" {self.loops_seconds:.1f} s"
+        )
         return "; ".join([counts, times, *self.faults])
 
 
@@ -82,7 +90,9 @@ def _done_at(lab: Lab, name: str) -> dict[str, float]:
     with lab.database():
         while len(done) < len(LOOPS) and time.monotonic() < ends:
             left = _work_left(name)
-            done |= {loop: time.monotonic() for loop in LOOPS if loop not in left and loop not in done}
+            done |= {
+                loop: time.monotonic() for loop in LOOPS if loop not in left and loop not in done
+            }
             watch(LOOK_SECONDS)
     return {loop: done.get(loop, float("inf")) for loop in LOOPS}
 
@@ -98,10 +108,13 @@ def _work_left(name: str) -> set[str]:
 
 
 def _compared(lab: Lab, clients: Clients, over: float, loops: dict[str, float]) -> Round:
-    """Compare the acknowledged requests with the database, and with the responses to retries; count the effects."""
+    """Compare the acknowledged requests with the database, and with the responses to retries; count
+    the effects."""
     first = clients.first_answer(over)
     with lab.database():
-        kept = {*_entries()} & {*IdempotencyKey.objects.finished().values_list("idempotency_key", flat=True)}
+        kept = {*_entries()} & {
+            *IdempotencyKey.objects.finished().values_list("idempotency_key", flat=True)
+        }
     again = clients.answers_again()
     with lab.database():
         eventually(lambda: not StagedJob.objects.exists())
@@ -112,7 +125,10 @@ def _compared(lab: Lab, clients: Clients, over: float, loops: dict[str, float]) 
         acknowledged=len(acknowledged),
         lost=len(acknowledged) - len(still_there),
         doubled=sum(any(of[key] > 1 for of in effects) for key in acknowledged),
-        changed=sum((again[key].status, again[key].body) != (201, was.body) for key, was in acknowledged.items()),
+        changed=sum(
+            (again[key].status, again[key].body) != (201, was.body)
+            for key, was in acknowledged.items()
+        ),
         server_errors=clients.server_errors,
         first_answer_seconds=float("inf") if first is None else first - over,
         loops_seconds=max(loops.values()),
@@ -120,18 +136,28 @@ def _compared(lab: Lab, clients: Clients, over: float, loops: dict[str, float]) 
     )
 
 
-def _faults(clients: Clients, kept: set[str], receipts: Counter[str], loops: dict[str, float]) -> list[str]:
+def _faults(
+    clients: Clients, kept: set[str], receipts: Counter[str], loops: dict[str, float]
+) -> list[str]:
     statuses = clients.statuses
-    unexpected = {status: count for status, count in statuses.items() if status not in (201, *AGAIN)}
+    unexpected = {
+        status: count for status, count in statuses.items() if status not in (201, *AGAIN)
+    }
     phased = [key for key in kept if clients.acknowledged[key].path == "/phased/"]
     counts = {
         f"answers that no client expects, by status: {unexpected}": len(unexpected),
         "answers 503 without Retry-After": clients.without_retry_after,
-        f"keys without an answer after {PATIENCE_SECONDS:g} s": sum(last in AGAIN for last in clients.unanswered.values()),
+        f"keys without an answer after {PATIENCE_SECONDS:g} s": sum(
+            last in AGAIN for last in clients.unanswered.values()
+        ),
         "acknowledged requests whose job had no effect": sum(not receipts[key] for key in phased),
         "events that no client noticed": int(not statuses[503] and not statuses[None]),
     }
-    late = [f"{loop} was not back after {LOOPS_SECONDS:g} s" for loop, seconds in loops.items() if seconds > LOOPS_SECONDS]
+    late = [
+        f"{loop} was not back after {LOOPS_SECONDS:g} s"
+        for loop, seconds in loops.items()
+        if seconds > LOOPS_SECONDS
+    ]
     return [f"{count} {what}" for what, count in counts.items() if count] + late
 
 

@@ -1,4 +1,5 @@
-"""The service of the lab: a plain view, a phased view that calls the provider, and a job that calls it too."""
+"""The service of the lab: a plain view, a phased view that calls the provider, and a job that calls
+it too."""
 
 import os
 import urllib.request
@@ -23,9 +24,13 @@ def everybody(request: HttpRequest) -> str:
 
 
 def call_provider(downstream_key: str, text: str) -> str:
-    """Let the provider do its work once for this key; return its response, which is the same for each retry."""
+    """Let the provider do its work once for this key; return its response, which is the same for
+    each retry."""
     request = urllib.request.Request(
-        os.environ["FAILOVER_PROVIDER"], text.encode(), {"Idempotency-Key": downstream_key}, method="POST"
+        os.environ["FAILOVER_PROVIDER"],
+        text.encode(),
+        {"Idempotency-Key": downstream_key},
+        method="POST",
     )
     with urllib.request.urlopen(request, timeout=PROVIDER_SECONDS) as answer:
         return str(answer.read().decode())

@@ -1,4 +1,5 @@
-"""Settings of the processes of the lab: the views of ``service.py``, and short waits of the completer."""
+"""Settings of the processes of the lab: the views of ``service.py``, and short waits of the
+completer."""
 
 import os
 

@@ -46,7 +46,12 @@ class Caller:
         return other
 
     def send(
-        self, key: str | None = "key-1", body: dict[str, Any] | None = None, *, method: str = "POST", url: str = "/view/"
+        self,
+        key: str | None = "key-1",
+        body: dict[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        url: str = "/view/",
     ) -> Any:
         """Send one request, the key where this kind of view looks for it."""
         fields = {"a": 1} if body is None else body
@@ -88,7 +93,8 @@ class ByHost(MiddlewareMixin):
 
 @contextmanager
 def opened_connections() -> Iterator[list[object]]:
-    """Note the connections that are opened while the block runs: a waiting request gives its own back between two looks."""
+    """Note the connections that are opened while the block runs: a waiting request gives its own
+    back between two looks."""
     opened: list[object] = []
 
     def note(**kwargs: object) -> None:
@@ -104,22 +110,29 @@ def opened_connections() -> Iterator[list[object]]:
 class Service:
     """A project with one kind of view."""
 
-    def __init__(self, kind: Kind, phased: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, kind: Kind, phased: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.kind, self.phased = kind, phased
         self._settings, self._monkeypatch = settings, monkeypatch
         self.caller = Caller(kind).sign_in()
         self.send = self.caller.send
 
-    def serve(self, work: Work | None = None, *, first: Any = None, call: Any = None, **options: Any) -> Work:
+    def serve(
+        self, work: Work | None = None, *, first: Any = None, call: Any = None, **options: Any
+    ) -> Work:
         """Put a view that does the work under /view/ and /other/."""
         work = work or Work()
-        parts = {name: part for name, part in (("first", first), ("call", call)) if part is not None}
+        parts = {
+            name: part for name, part in (("first", first), ("call", call)) if part is not None
+        }
         patterns = self.kind.patterns(Job(work, options, self.phased, **parts))
         self._settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
         return work
 
     def behind_a_middleware_that_chooses_the_urlconf(self, middleware: str = "by_host") -> None:
-        """Move the views to a URLconf that only ``request.urlconf`` names, as a middleware for several hosts sets it."""
+        """Move the views to a URLconf that only ``request.urlconf`` names, as a middleware for
+        several hosts sets it."""
         globals()["urls_of_the_host"] = self._settings.ROOT_URLCONF
         self._settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": []})
         self._settings.MIDDLEWARE = [*self._settings.MIDDLEWARE, f"{__name__}.{middleware}"]

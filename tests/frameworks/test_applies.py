@@ -1,4 +1,5 @@
-"""``applies=`` over every kind of view: the requests to which it does not apply run as if the view were not decorated."""
+"""``applies=`` over every kind of view: the requests to which it does not apply run as if the view
+were not decorated."""
 
 import json
 from typing import Any
@@ -28,7 +29,11 @@ def test_09_what_it_does_not_apply_to_runs_unprotected_and_the_rest_once(service
     assert (work.runs, IdempotencyKey.objects.exists()) == (3, False)
     assert service.send(None, ORDER).json()["code"] == "key_missing"
     first, again = (service.send(body=ORDER) for _ in range(2))
-    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert (work.runs, Entry.objects.count()) == (4, 4)
 
 

@@ -23,12 +23,16 @@ def send_at_once(service: Service, *keys: str) -> list[httpx.Response]:
 
     async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(ASGIHandler(), raise_app_exceptions=False)
-        cookies = {name: morsel.value for name, morsel in service.caller.client.cookies.items()} | {"csrftoken": CSRF_TOKEN}
+        cookies = {name: morsel.value for name, morsel in service.caller.client.cookies.items()} | {
+            "csrftoken": CSRF_TOKEN
+        }
         headers = service.caller.headers | {"X-CSRFToken": CSRF_TOKEN}
         async with httpx.AsyncClient(
             transport=transport, base_url="http://testserver", cookies=cookies, headers=headers
         ) as client:
-            return await asyncio.gather(*(client.post("/view/", **parts(service, key), timeout=60) for key in keys))
+            return await asyncio.gather(
+                *(client.post("/view/", **parts(service, key), timeout=60) for key in keys)
+            )
 
     # Not async_to_sync: below it all requests would share this thread.
     return asyncio.run(send())
@@ -62,4 +66,7 @@ def test_16_failing_requests_take_nothing_from_those_beside_them(service: Servic
     service.serve(Work(do))
     answers = send_at_once(service, "good-1", "bad-1", "good-2", "bad-2")
     assert [answer.status_code for answer in answers] == [201, 500, 201, 500]
-    assert set(Entry.objects.values_list("idempotency_key__idempotency_key", flat=True)) == {"good-1", "good-2"}
+    assert set(Entry.objects.values_list("idempotency_key__idempotency_key", flat=True)) == {
+        "good-1",
+        "good-2",
+    }

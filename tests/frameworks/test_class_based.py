@@ -34,7 +34,9 @@ def serve(settings: Settings) -> Serve:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "on the method"])
-def test_view_is_as_it_was_when_a_serialization_failure_makes_it_run_again(serve: Serve, sender: Sender, by_name: bool) -> None:
+def test_view_is_as_it_was_when_a_serialization_failure_makes_it_run_again(
+    serve: Serve, sender: Sender, by_name: bool
+) -> None:
     protect = idempotent(isolation="serializable")
     Account.objects.create(name="one")
 
@@ -63,14 +65,21 @@ def test_view_is_as_it_was_when_a_serialization_failure_makes_it_run_again(serve
     assert Steps.runs == 2
 
 
-def test_inherited_handler_of_a_generic_view_is_protected_by_name(serve: Serve, sender: Sender) -> None:
+def test_inherited_handler_of_a_generic_view_is_protected_by_name(
+    serve: Serve, sender: Sender
+) -> None:
     @method_decorator(idempotent, name="post")
     class CreateEntry(LoginRequiredMixin, CreateView):
         model, fields, success_url = Entry, ["name"], "/thanks/"
 
     serve(CreateEntry.as_view())
-    answers = [sender.send(body="name=one", content_type="application/x-www-form-urlencoded") for _ in range(2)]
-    assert [(answer.status_code, answer["Location"]) for answer in answers] == [(302, "/thanks/")] * 2
+    answers = [
+        sender.send(body="name=one", content_type="application/x-www-form-urlencoded")
+        for _ in range(2)
+    ]
+    assert [(answer.status_code, answer["Location"]) for answer in answers] == [
+        (302, "/thanks/")
+    ] * 2
     assert Entry.objects.get().name == "one"
 
 
@@ -102,7 +111,9 @@ def test_decorator_outside_of_a_mixin_s_check_is_refused(serve: Serve, sender: S
     assert not IdempotencyKey.objects.exists()
 
 
-@pytest.mark.parametrize("check", [login_required, permission_required("tests.add_entry")], ids=["login", "permission"])
+@pytest.mark.parametrize(
+    "check", [login_required, permission_required("tests.add_entry")], ids=["login", "permission"]
+)
 def test_decorator_outside_of_a_check_is_refused(check: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="@idempotent outside"):
         idempotent(check(lambda request: JsonResponse({})))

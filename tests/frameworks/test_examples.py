@@ -15,8 +15,11 @@ from tests.models import Entry
 
 
 @pytest.fixture
-def example(settings: Settings, monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> Callable[[str], Client]:
-    """Return a function that serves the first example of a guide, and returns a client that is signed in."""
+def example(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, transactional_db: None
+) -> Callable[[str], Client]:
+    """Return a function that serves the first example of a guide, and returns a client that is
+    signed in."""
     return partial(serve_example, settings, monkeypatch)
 
 
@@ -33,15 +36,25 @@ def example(settings: Settings, monkeypatch: pytest.MonkeyPatch, transactional_d
         ("class-based-and-async-views.md", "/phases/", None),
     ],
 )
-def test_example_takes_effect_once(example: Callable[[str], Client], guide: str, url: str, content_type: str | None) -> None:
+def test_example_takes_effect_once(
+    example: Callable[[str], Client], guide: str, url: str, content_type: str | None
+) -> None:
     client = example(guide)
-    sent: dict[str, Any] = {"headers": {"Idempotency-Key": "key-1"}} | ({"content_type": content_type} if content_type else {})
+    sent: dict[str, Any] = {"headers": {"Idempotency-Key": "key-1"}} | (
+        {"content_type": content_type} if content_type else {}
+    )
     first, second = (client.post(url, {"name": "one"}, **sent) for _ in range(2))
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert Entry.objects.get().name == "one"
 
 
-def test_example_of_a_form_takes_effect_once(example: Callable[[str], Client], settings: Settings, tmp_path: Path) -> None:
+def test_example_of_a_form_takes_effect_once(
+    example: Callable[[str], Client], settings: Settings, tmp_path: Path
+) -> None:
     (tmp_path / "order.html").write_text(blocks("forms.md", "html")[0])
     settings.TEMPLATES = [{**settings.TEMPLATES[0], "DIRS": [tmp_path]}]
     client = example("forms.md")
@@ -50,9 +63,13 @@ def test_example_of_a_form_takes_effect_once(example: Callable[[str], Client], s
     def key(response: Any) -> str:
         return field.search(response.content.decode())[1]  # type: ignore[index]
 
-    refused = client.post("/order/", {"name": "much too long", "idempotency_key": key(client.get("/order/"))})
+    refused = client.post(
+        "/order/", {"name": "much too long", "idempotency_key": key(client.get("/order/"))}
+    )
     assert refused.status_code == 422
-    answers = [client.post("/order/", {"name": "short", "idempotency_key": key(refused)}) for _ in range(2)]
+    answers = [
+        client.post("/order/", {"name": "short", "idempotency_key": key(refused)}) for _ in range(2)
+    ]
     (target,) = {answer["Location"] for answer in answers}
     assert [answer.status_code for answer in answers] == [302, 302]
     assert str(Entry.objects.get(name="short").pk) in client.get(target).content.decode()

@@ -9,7 +9,16 @@ from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.policy import protected_views
 from tests.frameworks.service import Caller, Service
-from tests.frameworks.work import Forbidden, Invalid, Missing, Reply, Work, crash, create, failing_first
+from tests.frameworks.work import (
+    Forbidden,
+    Invalid,
+    Missing,
+    Reply,
+    Work,
+    crash,
+    create,
+    failing_first,
+)
 from tests.kit.threads import all_at_once, elsewhere
 from tests.models import Entry
 
@@ -109,13 +118,19 @@ def test_12_identical_requests_at_once_run_the_view_once(service: Service) -> No
 def test_15_definitive_refusal_is_stored(service: Service, status: int) -> None:
     work = service.serve(Work(lambda request: Reply({"no": status}, status)))
     first, second = service.send(), service.send()
-    assert (second.status_code, second.content) == (first.status_code, first.content) == (status, first.content)
+    assert (
+        (second.status_code, second.content)
+        == (first.status_code, first.content)
+        == (status, first.content)
+    )
     assert second["Idempotent-Replayed"] == "true"
     assert work.runs == 1
 
 
 @both
-@pytest.mark.parametrize(("refusal", "status"), [(Missing, 404), (Invalid, 400)], ids=["missing", "invalid"])
+@pytest.mark.parametrize(
+    ("refusal", "status"), [(Missing, 404), (Invalid, 400)], ids=["missing", "invalid"]
+)
 @pytest.mark.adapter
 def test_15_raised_refusal_is_rolled_back_and_its_answer_stored(
     service: Service, refusal: type[Exception], status: int
@@ -123,7 +138,9 @@ def test_15_raised_refusal_is_rolled_back_and_its_answer_stored(
     work = service.serve(refusing(refusal))
     first, second = service.send(), service.send()
     assert not Entry.objects.exists()
-    if service.phased:  # Something was committed before: the request goes on, so its client must not take it for refused.
+    # Something was committed before: the request goes on, so its client must not take it for
+    # refused.
+    if service.phased:
         assert [first.status_code, second.status_code, work.runs] == [500, 500, 2]
         assert IdempotencyKey.objects.get().last_error.startswith("ResponseNotCommitted")
         return
@@ -216,8 +233,18 @@ def test_staged_job_is_committed_with_the_work_or_not_at_all(service: Service) -
 def test_33_refusals_of_this_app_are_problems(service: Service) -> None:
     service.serve()
     response = service.send(key=None)
-    assert (response["Content-Type"], response["Cache-Control"]) == ("application/problem+json", "no-store")
-    assert response.json().items() >= {"status": 400, "code": "key_missing", "retryable": False}.items()
+    assert (response["Content-Type"], response["Cache-Control"]) == (
+        "application/problem+json",
+        "no-store",
+    )
+    assert (
+        response.json().items()
+        >= {
+            "status": 400,
+            "code": "key_missing",
+            "retryable": False,
+        }.items()
+    )
 
 
 @both
@@ -241,7 +268,10 @@ def test_system_checks_have_nothing_to_say(service: Service) -> None:
     before = run_checks()
     service.serve()
     assert [message for message in run_checks() if message not in before] == []
-    assert {view.path for view in protected_views() if "POST" in view.methods} == {"/view/", "/other/"}
+    assert {view.path for view in protected_views() if "POST" in view.methods} == {
+        "/view/",
+        "/other/",
+    }
 
 
 @both
@@ -258,10 +288,13 @@ def test_42_atomic_requests_change_nothing(service: Service) -> None:
 
 
 @both
-def test_42_atomic_requests_change_nothing_behind_a_urlconf_of_a_middleware(service: Service) -> None:
+def test_42_atomic_requests_change_nothing_behind_a_urlconf_of_a_middleware(
+    service: Service,
+) -> None:
     service.use_atomic_requests()
     work = service.serve(failing_first(crash))
-    # Django itself refuses an async view that nobody has taken out of ATOMIC_REQUESTS, before this app is called.
+    # Django itself refuses an async view that nobody has taken out of ATOMIC_REQUESTS, before this
+    # app is called.
     by_hand = service.kind.name in ("async method", "async, post", "Ninja async")
     service.behind_a_middleware_that_chooses_the_urlconf("ByHost" if by_hand else "by_host")
     assert service.send().status_code == 500

@@ -25,7 +25,9 @@ from tests.kit.threads import Gate, background
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
-PAGE = "{% load idempotency %}<form method=post>{% csrf_token %}{% idempotency_key %}{{ form }}</form>"
+PAGE = (
+    "{% load idempotency %}<form method=post>{% csrf_token %}{% idempotency_key %}{{ form }}</form>"
+)
 
 
 class EntryForm(forms.Form):
@@ -36,7 +38,9 @@ class EntryForm(forms.Form):
 
 def page(request: HttpRequest, form: forms.Form, status: int = 200) -> HttpResponse:
     """Show the form."""
-    return HttpResponse(Template(PAGE).render(RequestContext(request, {"form": form})), status=status)
+    return HttpResponse(
+        Template(PAGE).render(RequestContext(request, {"form": form})), status=status
+    )
 
 
 @idempotent(key_from="form:idempotency_key")
@@ -75,27 +79,39 @@ class Browser:
 @pytest.fixture
 def browser(settings: Settings, transactional_db: None) -> Browser:
     """Return the browser of a visitor who is not signed in."""
-    validated = idempotent(key_from="form:idempotency_key", validate=refuse)(create_entry.__wrapped__)
+    validated = idempotent(key_from="form:idempotency_key", validate=refuse)(
+        create_entry.__wrapped__
+    )
     views = {"entries": create_entry, "validated": validated}
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path(f"{name}/", view) for name, view in views.items()]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path(f"{name}/", view) for name, view in views.items()]}
+    )
     return Browser("/entries/")
 
 
 def test_tag_renders_a_new_key_each_time() -> None:
-    html = Template("{% load idempotency %}{% idempotency_key %}{% idempotency_key 'other' %}").render(Context())
-    (name, first), (other, second) = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]+)">', html)
+    html = Template(
+        "{% load idempotency %}{% idempotency_key %}{% idempotency_key 'other' %}"
+    ).render(Context())
+    (name, first), (other, second) = re.findall(
+        r'<input type="hidden" name="(\w+)" value="([^"]+)">', html
+    )
     assert (name, other) == ("idempotency_key", "other")
     assert [UUID(first).version, UUID(second).version] == [7, 7]
     assert first != second
 
 
 def test_name_of_the_field_is_escaped() -> None:
-    html = Template("{% load idempotency %}{% idempotency_key name %}").render(Context({"name": '"><script>'}))
+    html = Template("{% load idempotency %}{% idempotency_key name %}").render(
+        Context({"name": '"><script>'})
+    )
     assert "<script>" not in html
 
 
 def test_a_form_is_given_a_new_key_each_time_and_a_stranger_a_session(db: None) -> None:
-    template = engines["django"].from_string('{% load idempotency %}{% idempotency_key %}{% idempotency_key "second" %}')
+    template = engines["django"].from_string(
+        '{% load idempotency %}{% idempotency_key %}{% idempotency_key "second" %}'
+    )
     request: HttpRequest = RequestFactory().get("/")
     request.session = SessionStore()
     first = template.render({}, request)
@@ -110,7 +126,9 @@ def test_a_form_is_given_a_new_key_each_time_and_a_stranger_a_session(db: None) 
 def test_form_that_is_sent_twice_takes_effect_once_and_redirects_twice(browser: Browser) -> None:
     browser.open()
     answers = [browser.submit("one") for _ in range(2)]
-    assert [(answer.status_code, answer["Location"]) for answer in answers] == [(302, "/thanks/")] * 2
+    assert [(answer.status_code, answer["Location"]) for answer in answers] == [
+        (302, "/thanks/")
+    ] * 2
     assert [answer.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
     assert Entry.objects.get().name == "one"
 
@@ -123,7 +141,9 @@ def test_form_that_is_opened_again_is_another_one(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize(("url", "status"), [("/entries/", 200), ("/validated/", 422)])
-def test_corrected_form_is_sent_under_a_key_of_its_own(browser: Browser, url: str, status: int) -> None:
+def test_corrected_form_is_sent_under_a_key_of_its_own(
+    browser: Browser, url: str, status: int
+) -> None:
     browser.url = url
     browser.open()
     first = browser.fields["idempotency_key"]
@@ -168,7 +188,9 @@ def test_signed_in_visitor_needs_no_session_of_this_app(browser: Browser) -> Non
 
 
 @pytest.mark.postgres
-def test_second_click_waits_for_the_first_and_is_redirected_too(browser: Browser, settings: Settings) -> None:
+def test_second_click_waits_for_the_first_and_is_redirected_too(
+    browser: Browser, settings: Settings
+) -> None:
     gate = Gate()
 
     @idempotent(key_from="form:idempotency_key", wait_seconds=20)
@@ -202,12 +224,16 @@ def signing_in(**options: Any) -> Callable[..., HttpResponse]:
     return sign_in
 
 
-@pytest.mark.parametrize(("options", "runs"), [({}, 2), ({"scope": scopes.session}, 1)], ids=["default", "scope"])
+@pytest.mark.parametrize(
+    ("options", "runs"), [({}, 2), ({"scope": scopes.session}, 1)], ids=["default", "scope"]
+)
 def test_47_view_that_signs_in_needs_a_scope_of_its_own(
     browser: Browser, settings: Settings, options: dict[str, Any], runs: int
 ) -> None:
     user = UserFactory()
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("entries/", signing_in(**options))]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path("entries/", signing_in(**options))]}
+    )
     browser.client = Client()
     browser.open()
     assert [browser.submit(user.username).status_code for _ in range(2)] == [302, 302]

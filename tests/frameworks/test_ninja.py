@@ -19,7 +19,14 @@ from ninja import File, Form, NinjaAPI, Router, Schema, Status
 from ninja.decorators import decorate_view
 from ninja.errors import HttpError
 from ninja.files import UploadedFile
-from ninja.security import APIKeyHeader, HttpBearer, SessionAuth, django_auth, django_auth_is_staff, django_auth_superuser
+from ninja.security import (
+    APIKeyHeader,
+    HttpBearer,
+    SessionAuth,
+    django_auth,
+    django_auth_is_staff,
+    django_auth_superuser,
+)
 from ninja.streaming import JSONL
 from ninja.throttling import AnonRateThrottle
 from pytest_django import Settings
@@ -89,7 +96,12 @@ def new_api(**options: Any) -> NinjaAPI:
 
 def post(client: Client, data: Any, url: str = "/api/entries", **headers: str) -> Any:
     """Send JSON under the one key of these tests."""
-    return client.post(url, json.dumps(data), content_type="application/json", headers={"Idempotency-Key": "key-1"} | headers)
+    return client.post(
+        url,
+        json.dumps(data),
+        content_type="application/json",
+        headers={"Idempotency-Key": "key-1"} | headers,
+    )
 
 
 def add_entries(api: NinjaAPI, *decorators: Any) -> None:
@@ -101,7 +113,9 @@ def add_entries(api: NinjaAPI, *decorators: Any) -> None:
         return Status(201, Entry.objects.create(name=data.name))
 
 
-def test_permission_outside_the_decorator_is_asked_before_a_replay(serve: Serve, client: Client) -> None:
+def test_permission_outside_the_decorator_is_asked_before_a_replay(
+    serve: Serve, client: Client
+) -> None:
     def of_open_account(operation: Any) -> Any:
         @wraps(operation)
         def checked(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +144,13 @@ def test_operation_with_schemas_runs_once(serve: Serve, client: Client) -> None:
     assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
 
 
-def test_a_file_that_the_middleware_of_ninja_has_parsed_is_compared(serve: Serve, client: Client, settings: Settings) -> None:
-    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "ninja.compatibility.files.fix_request_files_middleware"]
+def test_a_file_that_the_middleware_of_ninja_has_parsed_is_compared(
+    serve: Serve, client: Client, settings: Settings
+) -> None:
+    settings.MIDDLEWARE = [
+        *settings.MIDDLEWARE,
+        "ninja.compatibility.files.fix_request_files_middleware",
+    ]
     api = new_api()
 
     @api.put("/photos")
@@ -142,8 +161,12 @@ def test_a_file_that_the_middleware_of_ninja_has_parsed_is_compared(serve: Serve
     serve(api)
 
     def send(content: bytes) -> Any:
-        body = encode_multipart(BOUNDARY, {"title": "me", "photo": SimpleUploadedFile("me.png", content)})
-        return client.generic("PUT", "/api/photos", body, MULTIPART_CONTENT, headers={"Idempotency-Key": "key-1"})
+        body = encode_multipart(
+            BOUNDARY, {"title": "me", "photo": SimpleUploadedFile("me.png", content)}
+        )
+        return client.generic(
+            "PUT", "/api/photos", body, MULTIPART_CONTENT, headers={"Idempotency-Key": "key-1"}
+        )
 
     assert [send(b"one").json() for _ in range(2)] == [{"photo": "me one"}] * 2
     assert send(b"two").status_code == 422
@@ -161,7 +184,10 @@ def test_router_may_serve_two_apis(serve: Serve, client: Client) -> None:
     for api in apis:
         api.add_router("/entries", router)
     serve(*apis)
-    answers = [post(client, {}, url, **{"Idempotency-Key": url}) for url in ("/api/entries/1", "/api1/entries/2") * 2]
+    answers = [
+        post(client, {}, url, **{"Idempotency-Key": url})
+        for url in ("/api/entries/1", "/api1/entries/2") * 2
+    ]
     assert [answer.json()["name"] for answer in answers] == ["1", "2", "1", "2"]
     assert ["Idempotent-Replayed" in answer for answer in answers] == [False, False, True, True]
     assert Entry.objects.count() == 2
@@ -182,7 +208,11 @@ def test_whole_router_may_be_protected(serve: Serve, client: Client) -> None:
     api.add_router("", router)
     serve(api)
     first, second = (post(client, {"name": "one"}) for _ in range(2))
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert client.get("/api/entries").json() == {"count": 1}
 
 
@@ -204,7 +234,9 @@ def test_throttled_request_leaves_no_record(serve: Serve, client: Client) -> Non
     assert IdempotencyKey.objects.count() == 1
 
 
-def test_headers_and_cookies_of_the_response_parameter_are_sent(serve: Serve, client: Client) -> None:
+def test_headers_and_cookies_of_the_response_parameter_are_sent(
+    serve: Serve, client: Client
+) -> None:
     api = new_api()
 
     @api.post("/entries", response=EntryOut)
@@ -216,7 +248,11 @@ def test_headers_and_cookies_of_the_response_parameter_are_sent(serve: Serve, cl
 
     serve(api)
     first, second = (post(client, {"name": "one"}) for _ in range(2))
-    assert (first["X-Custom"], second["X-Custom"], second.content) == ("kept", "kept", first.content)
+    assert (first["X-Custom"], second["X-Custom"], second.content) == (
+        "kept",
+        "kept",
+        first.content,
+    )
     assert ("private" in first.cookies, "private" in second.cookies) == (True, False)
 
 
@@ -258,7 +294,10 @@ def test_completer_does_not_run_the_request_of_an_api_key_as_the_user_of_the_coo
     serve(api)
     assert post(client, {}, **{"X-Api-Key": "secret-1"}).status_code == 503
     key = completed()
-    assert (key.user_id, key.stuck_code, charged) == (None, *(("", ["account-1"]) if prepared else ("user_missing", [])))
+    assert (key.user_id, key.stuck_code, charged) == (
+        None,
+        *(("", ["account-1"]) if prepared else ("user_missing", [])),
+    )
 
 
 class ProfileOfUser(SessionAuth):
@@ -270,7 +309,9 @@ class ProfileOfUser(SessionAuth):
 
 
 @pytest.mark.parametrize("auth", [django_auth, ProfileOfUser(), [Key(), django_auth]])
-def test_an_authenticator_of_the_session_names_its_user(serve: Serve, client: Client, auth: Any) -> None:
+def test_an_authenticator_of_the_session_names_its_user(
+    serve: Serve, client: Client, auth: Any
+) -> None:
     api = new_api(auth=auth)
     add_entries(api)
     serve(api)
@@ -280,7 +321,9 @@ def test_an_authenticator_of_the_session_names_its_user(serve: Serve, client: Cl
 
 
 @pytest.mark.parametrize("debug", [True, False])
-@pytest.mark.parametrize("error", [HttpError(404, "none"), RuntimeError("bug")], ids=["answer", "bug"])
+@pytest.mark.parametrize(
+    "error", [HttpError(404, "none"), RuntimeError("bug")], ids=["answer", "bug"]
+)
 def test_what_an_operation_raises_rolls_back_what_it_wrote(
     serve: Serve, client: Client, settings: Settings, debug: bool, error: Exception
 ) -> None:
@@ -333,7 +376,11 @@ def test_exception_handler_of_the_api_makes_the_answer(serve: Serve, client: Cli
 
     serve(api)
     first, second = (post(client, {}) for _ in range(2))
-    assert (first.status_code, first.json(), second.content) == (409, {"error": "sold"}, first.content)
+    assert (first.status_code, first.json(), second.content) == (
+        409,
+        {"error": "sold"},
+        first.content,
+    )
     assert (len(runs), Entry.objects.exists()) == (1, False)
 
 
@@ -375,7 +422,11 @@ def prepare(request: HttpRequest, key: IdempotencyKey) -> None:
     request.auth = {"plan": "silver"}
 
 
-@pytest.mark.parametrize(("settled", "plan"), [({}, "user"), ({"PREPARE_REQUEST": prepare}, "silver")], ids=["user", "own"])
+@pytest.mark.parametrize(
+    ("settled", "plan"),
+    [({}, "user"), ({"PREPARE_REQUEST": prepare}, "silver")],
+    ids=["user", "own"],
+)
 def test_completer_passes_the_authentication(
     serve: Serve, client: Client, settings: Settings, settled: dict[str, Any], plan: str
 ) -> None:
@@ -401,7 +452,10 @@ def test_completer_passes_the_authentication(
     assert post(client, {}, Authorization="Bearer secret").status_code == 500
     abandon()
     assert complete_once() == CompletePass(finished=1)
-    assert auths == [{"plan": "gold"}, {"plan": "silver"} if settled else UserFactory._meta.model.objects.get()]
+    assert auths == [
+        {"plan": "gold"},
+        {"plan": "silver"} if settled else UserFactory._meta.model.objects.get(),
+    ]
 
 
 class StaffOfShop(SessionAuth):
@@ -413,8 +467,11 @@ class StaffOfShop(SessionAuth):
         return user if user.is_staff else None
 
 
-def payments(api: NinjaAPI, auth: Any, *, moved: bool, is_async: bool = False, **options: Any) -> list[Any]:
-    """Give the API an operation that charges who asks at its second run; return whom it has charged."""
+def payments(
+    api: NinjaAPI, auth: Any, *, moved: bool, is_async: bool = False, **options: Any
+) -> list[Any]:
+    """Give the API an operation that charges who asks at its second run; return whom it has
+    charged."""
     runs: list[Any] = []
     charged: list[Any] = []
 
@@ -444,7 +501,9 @@ def payments(api: NinjaAPI, auth: Any, *, moved: bool, is_async: bool = False, *
 def completed() -> IdempotencyKey:
     """Return the only key after the completer took it, an hour later."""
     old = timedelta(hours=1)
-    IdempotencyKey.objects.update(created_at=F("created_at") - old, last_run_at=F("last_run_at") - old)
+    IdempotencyKey.objects.update(
+        created_at=F("created_at") - old, last_run_at=F("last_run_at") - old
+    )
     complete_once()
     return IdempotencyKey.objects.get()
 
@@ -494,7 +553,12 @@ def test_prepare_request_says_which_api_key_it_was(serve: Serve, settings: Setti
 
 @pytest.mark.parametrize(
     ("auth", "names"),
-    [(django_auth, ""), ([django_auth_is_staff, StaffOfShop()], ""), ([django_auth, Owner()], "Owner"), (Key(), "Key")],
+    [
+        (django_auth, ""),
+        ([django_auth_is_staff, StaffOfShop()], ""),
+        ([django_auth, Owner()], "Owner"),
+        (Key(), "Key"),
+    ],
 )
 def test_check_names_authenticators_that_the_completer_cannot_ask(
     serve: Serve, settings: Settings, auth: Any, names: str
@@ -503,7 +567,9 @@ def test_check_names_authenticators_that_the_completer_cannot_ask(
     payments(api, auth, moved=True)
     serve(api)
     settings.IDEMPOTENCY = {}
-    found = [message.msg for message in run_checks(databases=[]) if message.id == "idempotency.I002"]
+    found = [
+        message.msg for message in run_checks(databases=[]) if message.id == "idempotency.I002"
+    ]
     assert [f"({names})" in message for message in found] == ([True] if names else [])
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": account_of}
     assert "idempotency.I002" not in [message.id for message in run_checks(databases=[])]

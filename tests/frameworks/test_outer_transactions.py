@@ -16,7 +16,9 @@ from tests.models import Entry
 ROLLBACK = {"wanted": False}
 
 
-def around(get_response: Callable[[HttpRequest], HttpResponseBase]) -> Callable[[HttpRequest], HttpResponseBase]:
+def around(
+    get_response: Callable[[HttpRequest], HttpResponseBase],
+) -> Callable[[HttpRequest], HttpResponseBase]:
     """Open a transaction around each request, and write in it."""
 
     def middleware(request: HttpRequest) -> HttpResponseBase:
@@ -51,20 +53,30 @@ def test_55_key_writes_and_response_commit_or_vanish_with_the_transaction_of_a_m
     assert (work.runs, rows()) == (1, (0, 0, 0))
     monkeypatch.setitem(ROLLBACK, "wanted", False)
     first, second = service.send(), service.send()
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert (work.runs, rows()) == (2, (2, 1, 1))
 
 
 @pytest.mark.styles(False)
 @pytest.mark.adapter
-def test_55_a_raised_refusal_is_stored_in_it_and_the_writes_of_the_view_are_not(service: Service) -> None:
+def test_55_a_raised_refusal_is_stored_in_it_and_the_writes_of_the_view_are_not(
+    service: Service,
+) -> None:
     def do(request: HttpRequest) -> Reply:
         Entry.objects.create(name="made")
         raise Invalid
 
     work = service.serve(Work(do))
     first, second = service.send(), service.send()
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (400, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        400,
+        first.content,
+        "true",
+    )
     assert (work.runs, rows()) == (1, (2, 0, 1))
 
 

@@ -1,4 +1,5 @@
-"""Bodies that somebody else than Django parses: parsers of a view of Django REST framework, and middleware."""
+"""Bodies that somebody else than Django parses: parsers of a view of Django REST framework, and
+middleware."""
 
 import json
 import re
@@ -50,7 +51,9 @@ def serve(settings: Settings) -> Serve:
     """Return a function that puts views under their names."""
 
     def put(**views: Any) -> None:
-        settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path(f"{name}/", views[name]) for name in views]})
+        settings.ROOT_URLCONF = type(
+            "Urls", (), {"urlpatterns": [path(f"{name}/", views[name]) for name in views]}
+        )
 
     return put
 
@@ -72,7 +75,9 @@ class PartsParser(BaseParser):
 
     media_type = "multipart/form-data"
 
-    def parse(self, stream: Any, media_type: str | None = None, parser_context: Any = None) -> dict[str, Any]:
+    def parse(
+        self, stream: Any, media_type: str | None = None, parser_context: Any = None
+    ) -> dict[str, Any]:
         data = {}
         for part in stream.read().split(b"--x")[1:-1]:
             head, _, value = part.strip(b"\r\n").partition(b"\r\n\r\n")
@@ -83,7 +88,13 @@ class PartsParser(BaseParser):
 
 def send_part(client: Client, value: bytes, *, is_json: bool = False) -> HttpResponse:
     head = b"\r\nContent-Type: application/json" if is_json else b""
-    body = b'--x\r\nContent-Disposition: form-data; name="who"' + head + b"\r\n\r\n" + value + b"\r\n--x--\r\n"
+    body = (
+        b'--x\r\nContent-Disposition: form-data; name="who"'
+        + head
+        + b"\r\n\r\n"
+        + value
+        + b"\r\n--x--\r\n"
+    )
     return client.generic("POST", "/view/", body, "multipart/form-data; boundary=x")
 
 
@@ -100,8 +111,12 @@ def test_bytes_that_a_parser_tells_apart_are_two_requests(client: Client, serve:
     assert send_part(client, "Möller".encode("latin-1")).status_code == 422
 
 
-@pytest.mark.parametrize(("value", "is_json"), [(b'{"amount": 5}', True), ("Müller".encode("latin-1"), False)])
-def test_the_completer_gives_a_parser_what_the_client_sent(client: Client, serve: Serve, value: bytes, is_json: bool) -> None:
+@pytest.mark.parametrize(
+    ("value", "is_json"), [(b'{"amount": 5}', True), ("Müller".encode("latin-1"), False)]
+)
+def test_the_completer_gives_a_parser_what_the_client_sent(
+    client: Client, serve: Serve, value: bytes, is_json: bool
+) -> None:
     seen: list[Any] = []
 
     class View(APIView):
@@ -121,9 +136,13 @@ def test_the_completer_gives_a_parser_what_the_client_sent(client: Client, serve
 class DictParser(MultiPartParser):
     """Returns a dict, where those of the framework return a QueryDict."""
 
-    def parse(self, stream: Any, media_type: str | None = None, parser_context: Any = None) -> DataAndFiles:
+    def parse(
+        self, stream: Any, media_type: str | None = None, parser_context: Any = None
+    ) -> DataAndFiles:
         parsed = super().parse(stream, media_type, parser_context)
-        return DataAndFiles({name: json.loads(value) for name, value in parsed.data.items()}, parsed.files)
+        return DataAndFiles(
+            {name: json.loads(value) for name, value in parsed.data.items()}, parsed.files
+        )
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
@@ -146,7 +165,9 @@ def test_a_parser_may_return_a_dict(client: Client, serve: Serve, method: str, r
         put = post
 
     def send(value: str) -> Any:
-        return client.generic(method, "/view/", encode_multipart(BOUNDARY, {"a": value}), MULTIPART_CONTENT)
+        return client.generic(
+            method, "/view/", encode_multipart(BOUNDARY, {"a": value}), MULTIPART_CONTENT
+        )
 
     serve(view=View.as_view())
     if reader == "permission":
@@ -172,7 +193,10 @@ class Quota(FileUploadHandler):
 
 
 def test_an_upload_is_counted_once(client: Client, settings: Settings, serve: Serve) -> None:
-    settings.FILE_UPLOAD_HANDLERS = [f"{__name__}.Quota", "django.core.files.uploadhandler.MemoryFileUploadHandler"]
+    settings.FILE_UPLOAD_HANDLERS = [
+        f"{__name__}.Quota",
+        "django.core.files.uploadhandler.MemoryFileUploadHandler",
+    ]
 
     class View(APIView):
         parser_classes = [MultiPartParser]
@@ -182,11 +206,18 @@ def test_an_upload_is_counted_once(client: Client, settings: Settings, serve: Se
             return Response({"files": sorted(request.FILES)})
 
     serve(view=View.as_view())
-    assert client.post("/view/", {"a": SimpleUploadedFile("x", b"x" * 600)}).json() == {"files": ["a"]}
+    assert client.post("/view/", {"a": SimpleUploadedFile("x", b"x" * 600)}).json() == {
+        "files": ["a"]
+    }
 
 
-def test_an_upload_is_counted_once_in_each_attempt(client: Client, settings: Settings, serve: Serve) -> None:
-    settings.FILE_UPLOAD_HANDLERS = [f"{__name__}.Quota", "django.core.files.uploadhandler.MemoryFileUploadHandler"]
+def test_an_upload_is_counted_once_in_each_attempt(
+    client: Client, settings: Settings, serve: Serve
+) -> None:
+    settings.FILE_UPLOAD_HANDLERS = [
+        f"{__name__}.Quota",
+        "django.core.files.uploadhandler.MemoryFileUploadHandler",
+    ]
     attempts: list[list[str]] = []
 
     class View(APIView):
@@ -240,9 +271,14 @@ def test_a_file_is_not_stored_though_the_view_does_not_get_it(
         put = post
 
     serve(view=View.as_view())
-    head = f'Content-Disposition: form-data; name="scan"; filename="{name}"\r\nContent-Type: application/pdf'
+    head = (
+        f'Content-Disposition: form-data; name="scan"; filename="{name}"\r\nContent-Type:'
+        " application/pdf"
+    )
     body = f"--x\r\n{head}\r\n\r\nPASSPORT\r\n--x--\r\n".encode("latin-1")
-    assert client.generic(method, "/view/", body, "multipart/form-data; boundary=x").status_code == 200
+    assert (
+        client.generic(method, "/view/", body, "multipart/form-data; boundary=x").status_code == 200
+    )
     assert b"PASSPORT" not in bytes(IdempotencyKey.objects.get().request_body or b"")
 
 
@@ -271,11 +307,15 @@ def test_a_large_put_whose_fields_a_middleware_has_looked_for_is_parsed(
             return Response({"title": request.data["title"]})
 
     serve(view=View.as_view())
-    response = client.generic("PUT", "/view/", encode_multipart(BOUNDARY, {"title": "me"}), MULTIPART_CONTENT)
+    response = client.generic(
+        "PUT", "/view/", encode_multipart(BOUNDARY, {"title": "me"}), MULTIPART_CONTENT
+    )
     assert response.json() == {"title": "me"}
 
 
-def test_a_view_of_django_gets_the_body_of_a_put(client: Client, settings: Settings, serve: Serve) -> None:
+def test_a_view_of_django_gets_the_body_of_a_put(
+    client: Client, settings: Settings, serve: Serve
+) -> None:
     settings.FILE_UPLOAD_MAX_MEMORY_SIZE = 0
     serve(view=idempotent(lambda request: JsonResponse({"bytes": len(request.body)})))
     body = encode_multipart(BOUNDARY, {"title": "me"})
@@ -283,7 +323,9 @@ def test_a_view_of_django_gets_the_body_of_a_put(client: Client, settings: Setti
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
-def test_a_view_gets_an_upload_that_does_not_fit_in_memory(client: Client, serve: Serve, method: str) -> None:
+def test_a_view_gets_an_upload_that_does_not_fit_in_memory(
+    client: Client, serve: Serve, method: str
+) -> None:
     class View(APIView):
         parser_classes = [MultiPartParser]
 
@@ -294,7 +336,9 @@ def test_a_view_gets_an_upload_that_does_not_fit_in_memory(client: Client, serve
         put = patch = post
 
     serve(view=View.as_view())
-    body = encode_multipart(BOUNDARY, {"title": "me", "photo": SimpleUploadedFile("me.png", b"x" * 3_000_000)})
+    body = encode_multipart(
+        BOUNDARY, {"title": "me", "photo": SimpleUploadedFile("me.png", b"x" * 3_000_000)}
+    )
     first, second = (client.generic(method, "/view/", body, MULTIPART_CONTENT) for _ in range(2))
     assert first.json() == second.json() == {"size": 3_000_000, "title": "me"}
     assert second["Idempotent-Replayed"] == "true"
@@ -304,7 +348,10 @@ def test_a_view_gets_an_upload_that_does_not_fit_in_memory(client: Client, serve
 def test_a_put_of_ninja_is_completed_with_its_fields(
     client: Client, settings: Settings, serve: Serve, content_type: str
 ) -> None:
-    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "ninja.compatibility.files.fix_request_files_middleware"]
+    settings.MIDDLEWARE = [
+        *settings.MIDDLEWARE,
+        "ninja.compatibility.files.fix_request_files_middleware",
+    ]
     api, seen = NinjaAPI(auth=django_auth, docs_url=None, openapi_url=None), []
 
     @api.put("/amount")
@@ -313,7 +360,11 @@ def test_a_put_of_ninja_is_completed_with_its_fields(
         return second_run(request, lambda: amount, seen)
 
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("api/", api.urls)]})
-    body = encode_multipart(BOUNDARY, {"amount": "5"}) if content_type == MULTIPART_CONTENT else b"amount=5"
+    body = (
+        encode_multipart(BOUNDARY, {"amount": "5"})
+        if content_type == MULTIPART_CONTENT
+        else b"amount=5"
+    )
     assert client.generic("PUT", "/api/amount", body, content_type).status_code == 503
     abandon()
     assert complete_once() == CompletePass(finished=1)
@@ -362,7 +413,11 @@ def test_a_form_that_nobody_has_parsed_for_the_client_is_not_parsed_for_the_comp
         return second_run(request, lambda: dict(request.POST), seen)
 
     serve(view=view)
-    body = encode_multipart(BOUNDARY, {"amount": "5"}) if content_type == MULTIPART_CONTENT else b"amount=5"
+    body = (
+        encode_multipart(BOUNDARY, {"amount": "5"})
+        if content_type == MULTIPART_CONTENT
+        else b"amount=5"
+    )
     assert client.generic("PUT", "/view/", body, content_type).status_code == 503
     abandon()
     assert complete_once() == CompletePass(finished=1)
@@ -397,13 +452,24 @@ def test_a_body_that_a_middleware_has_streamed_is_not_taken_for_an_empty_one(
         ("POST", "application/json", b'{"filename": "scan.pdf"}'),
     ],
 )
-def test_a_body_without_files_is_stored(client: Client, serve: Serve, method: str, content_type: str, body: bytes) -> None:
+def test_a_body_without_files_is_stored(
+    client: Client, serve: Serve, method: str, content_type: str, body: bytes
+) -> None:
     serve(view=phased(lambda request: HttpResponse()))
     assert client.generic(method, "/view/", body, content_type).status_code == 200
     assert bytes(IdempotencyKey.objects.get().request_body) == body
 
 
 def test_a_view_of_django_gets_the_body_of_a_multipart_post(client: Client, serve: Serve) -> None:
-    serve(view=idempotent(lambda request: JsonResponse({"bytes": len(request.body), "title": request.POST["title"]})))
+    serve(
+        view=idempotent(
+            lambda request: JsonResponse(
+                {"bytes": len(request.body), "title": request.POST["title"]}
+            )
+        )
+    )
     body = encode_multipart(BOUNDARY, {"title": "me"})
-    assert client.generic("POST", "/view/", body, MULTIPART_CONTENT).json() == {"bytes": len(body), "title": "me"}
+    assert client.generic("POST", "/view/", body, MULTIPART_CONTENT).json() == {
+        "bytes": len(body),
+        "title": "me",
+    }

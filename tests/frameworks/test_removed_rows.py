@@ -1,4 +1,5 @@
-"""Retries of requests that remove what their authentication or permission reads, as the page of DRF describes them."""
+"""Retries of requests that remove what their authentication or permission reads, as the page of DRF
+describes them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,9 @@ class Token(BaseAuthentication):
 
     def authenticate(self, request: Any) -> tuple[Any, Any]:
         """Look for the token."""
-        if not Account.objects.filter(name="token", **({} if self.revoked else {"balance": 1})).exists():
+        if not Account.objects.filter(
+            name="token", **({} if self.revoked else {"balance": 1})
+        ).exists():
             raise AuthenticationFailed
         return None, "token"
 

@@ -80,7 +80,9 @@ def client() -> APIClient:
 
 def post(client: Any, data: Any, **extra: Any) -> Any:
     """Send data under the one key of these tests."""
-    return client.post("/view/", data, headers={"Idempotency-Key": "key-1", **extra.pop("headers", {})}, **extra)
+    return client.post(
+        "/view/", data, headers={"Idempotency-Key": "key-1", **extra.pop("headers", {})}, **extra
+    )
 
 
 class Anybody(BaseAuthentication):
@@ -98,7 +100,9 @@ class Anybody(BaseAuthentication):
     [(SimpleNamespace(name="Acme"), None), (None, "account-1"), (AnonymousUser(), "account-1")],
     ids=["account", "auth", "auth and nobody"],
 )
-def test_a_session_cookie_beside_another_account_is_not_the_sender(serve: Serve, returned: Any) -> None:
+def test_a_session_cookie_beside_another_account_is_not_the_sender(
+    serve: Serve, returned: Any
+) -> None:
     class Pay(APIView):
         authentication_classes = [type("Account", (Anybody,), {"returned": returned})]
 
@@ -129,20 +133,31 @@ def test_errors_of_a_serializer_are_stored(serve: Serve, client: APIClient) -> N
 
 
 @pytest.mark.parametrize("data_format", ["json", "multipart"])
-def test_data_of_each_parser_reach_the_view(serve: Serve, client: APIClient, data_format: str) -> None:
+def test_data_of_each_parser_reach_the_view(
+    serve: Serve, client: APIClient, data_format: str
+) -> None:
     serve(Entries.as_view())
     assert post(client, {"name": "one"}, format=data_format).json()["name"] == "one"
 
 
-def test_upload_reaches_the_view_and_its_retry_is_the_same_request(serve: Serve, client: APIClient) -> None:
+def test_upload_reaches_the_view_and_its_retry_is_the_same_request(
+    serve: Serve, client: APIClient
+) -> None:
     @api_view(["POST"])
     @idempotent
     def upload(request: Any) -> Response:
-        return Response({"read": request.data["file"].read().decode(), "name": request.data["name"]})
+        return Response(
+            {"read": request.data["file"].read().decode(), "name": request.data["name"]}
+        )
 
     serve(upload)
     first, second = (
-        post(client, {"name": "n", "file": SimpleUploadedFile("a.txt", b"content")}, format="multipart") for _ in range(2)
+        post(
+            client,
+            {"name": "n", "file": SimpleUploadedFile("a.txt", b"content")},
+            format="multipart",
+        )
+        for _ in range(2)
     )
     assert first.json() == {"read": "content", "name": "n"}
     assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
@@ -170,7 +185,11 @@ def test_data_are_as_they_came_when_a_serialization_failure_makes_the_view_run_a
         return Response({"balance": balance + 1})
 
     serve(view)
-    data = {"name": "n"} if data_format == "json" else {"file": SimpleUploadedFile("a.txt", b"content")}
+    data = (
+        {"name": "n"}
+        if data_format == "json"
+        else {"file": SimpleUploadedFile("a.txt", b"content")}
+    )
     assert post(client, data, format=data_format).json() == {"balance": 101}
     assert seen == [seen[0]] * 2
 
@@ -184,9 +203,12 @@ class NeedsName(BasePermission):
 
 
 @pytest.mark.parametrize("data_format", ["json", "multipart"])
-def test_body_may_be_read_by_a_permission(serve: Serve, client: APIClient, data_format: str) -> None:
+def test_body_may_be_read_by_a_permission(
+    serve: Serve, client: APIClient, data_format: str
+) -> None:
     serve(Entries.as_view(permission_classes=[NeedsName]))
-    if data_format == "json" and rest_framework.VERSION < "3.18":  # It reads JSON as a stream, and keeps no bytes.
+    # It reads JSON as a stream, and keeps no bytes.
+    if data_format == "json" and rest_framework.VERSION < "3.18":
         assert post(client, {"name": "one"}, format=data_format).status_code == 500
         return
     first, second = (post(client, {"name": "one"}, format=data_format) for _ in range(2))
@@ -205,7 +227,9 @@ def test_permission_is_asked_before_a_replay(serve: Serve, client: APIClient) ->
     assert [post(client, {"name": "one"}).status_code for _ in range(2)] == [201, 403]
 
 
-def test_object_permission_in_initial_is_asked_before_a_replay(serve: Serve, client: APIClient) -> None:
+def test_object_permission_in_initial_is_asked_before_a_replay(
+    serve: Serve, client: APIClient
+) -> None:
     class OfOpenAccount(BasePermission):
         def has_object_permission(self, request: Any, view: Any, account: Any) -> bool:
             return account.balance > 0
@@ -242,7 +266,9 @@ def test_throttled_request_leaves_no_record(serve: Serve, client: APIClient) -> 
     assert not IdempotencyKey.objects.exists()
 
 
-def test_answer_is_rendered_in_the_format_that_was_asked_for(serve: Serve, client: APIClient) -> None:
+def test_answer_is_rendered_in_the_format_that_was_asked_for(
+    serve: Serve, client: APIClient
+) -> None:
     class Shouting(renderers.JSONRenderer):
         media_type, format = "application/vnd.shout+json", "shout"
 
@@ -250,9 +276,19 @@ def test_answer_is_rendered_in_the_format_that_was_asked_for(serve: Serve, clien
             return super().render(data, *args, **kwargs).upper()
 
     serve(Entries.as_view(renderer_classes=[renderers.JSONRenderer, Shouting]))
-    first, second = (post(client, {"name": "one"}, headers={"Accept": "application/vnd.shout+json"}) for _ in range(2))
-    assert (first["Content-Type"], b'"NAME":"ONE"' in first.content) == ("application/vnd.shout+json", True)
-    assert (second.content, second["Content-Type"], second["Vary"]) == (first.content, first["Content-Type"], first["Vary"])
+    first, second = (
+        post(client, {"name": "one"}, headers={"Accept": "application/vnd.shout+json"})
+        for _ in range(2)
+    )
+    assert (first["Content-Type"], b'"NAME":"ONE"' in first.content) == (
+        "application/vnd.shout+json",
+        True,
+    )
+    assert (second.content, second["Content-Type"], second["Vary"]) == (
+        first.content,
+        first["Content-Type"],
+        first["Vary"],
+    )
 
 
 def test_answer_that_cannot_be_rendered_leaves_nothing(serve: Serve, client: APIClient) -> None:
@@ -272,7 +308,10 @@ def test_exception_handler_of_the_project_makes_the_answer(serve: Serve, client:
 
     def handler(error: Exception, context: dict[str, Any]) -> Response | None:
         if isinstance(error, OutOfStock):
-            return Response({"error": "out of stock", "view": type(context["view"]).__name__}, status=status.HTTP_409_CONFLICT)
+            return Response(
+                {"error": "out of stock", "view": type(context["view"]).__name__},
+                status=status.HTTP_409_CONFLICT,
+            )
         return exception_handler(error, context)
 
     runs = []
@@ -311,13 +350,22 @@ def test_exception_handler_that_answers_all_is_asked_once(serve: Serve, client: 
 
     serve(Orders.as_view())
     response = post(client, {"a": 1})
-    assert (response.status_code, response.json(), asked) == (500, {"error": "ours"}, ["out of luck"])
+    assert (response.status_code, response.json(), asked) == (
+        500,
+        {"error": "ours"},
+        ["out of luck"],
+    )
     assert not Entry.objects.exists()
     assert not IdempotencyKey.objects.exists()
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(exceptions.NotAuthenticated, 401), (exceptions.PermissionDenied, 403), (exceptions.Throttled, 429)]
+    ("error", "code"),
+    [
+        (exceptions.NotAuthenticated, 401),
+        (exceptions.PermissionDenied, 403),
+        (exceptions.Throttled, 429),
+    ],
 )
 def test_raised_answers_with_another_cure_are_not_stored(
     serve: Serve, client: APIClient, error: type[Exception], code: int
@@ -334,15 +382,21 @@ def test_raised_answers_with_another_cure_are_not_stored(
     assert not IdempotencyKey.objects.exists()
 
 
-def test_validate_scope_and_key_from_see_the_request_of_the_framework(serve: Serve, client: APIClient) -> None:
+def test_validate_scope_and_key_from_see_the_request_of_the_framework(
+    serve: Serve, client: APIClient
+) -> None:
     @api_view(["POST"])
     @idempotent(
-        validate=lambda request: None if request.data["name"] else Response({"name": "missing"}, status=422),
+        validate=lambda request: (
+            None if request.data["name"] else Response({"name": "missing"}, status=422)
+        ),
         scope=lambda request: f"tenant:{request.data['tenant']}",
         key_from=lambda request: request.data["id"],
     )
     def view(request: Any) -> Response:
-        return Response(EntrySerializer(Entry.objects.create(name=request.data["name"])).data, status=201)
+        return Response(
+            EntrySerializer(Entry.objects.create(name=request.data["name"])).data, status=201
+        )
 
     serve(view)
     body = {"id": "one", "tenant": 7}
@@ -350,10 +404,15 @@ def test_validate_scope_and_key_from_see_the_request_of_the_framework(serve: Ser
     assert (refused.status_code, refused.json()) == (422, {"name": "missing"})
     first, second = (client.post("/view/", body | {"name": "n"}, format="json") for _ in range(2))
     assert (first.status_code, second.content) == (201, first.content)
-    assert IdempotencyKey.objects.values_list("scope", "idempotency_key").get() == ("scope=tenant:7", "one")
+    assert IdempotencyKey.objects.values_list("scope", "idempotency_key").get() == (
+        "scope=tenant:7",
+        "one",
+    )
 
 
-def test_error_renderer_of_the_framework_s_shape(serve: Serve, client: APIClient, settings: Settings) -> None:
+def test_error_renderer_of_the_framework_s_shape(
+    serve: Serve, client: APIClient, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"ERROR_RENDERER": "idempotency.contrib.rest_framework.render_error"}
     serve(Entries.as_view())
     response = client.post("/view/", {"name": "one"})
@@ -367,7 +426,9 @@ def give_a_token(request: HttpRequest, key: IdempotencyKey) -> None:
     request._force_auth_token = "of the completer"
 
 
-def test_completer_may_be_given_what_the_authentication_returns(serve: Serve, client: APIClient, settings: Settings) -> None:
+def test_completer_may_be_given_what_the_authentication_returns(
+    serve: Serve, client: APIClient, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": give_a_token}
     seen: list[Any] = []
 
@@ -398,7 +459,13 @@ def test_completer_may_be_given_what_the_authentication_returns(serve: Serve, cl
 def test_nothing_from_the_network_signs_in(serve: Serve) -> None:
     user = UserFactory()
     serve(Entries.as_view())
-    names = ["_force_auth_user", "force_auth_user", "Force-Auth-User", "Idempotency-Completion", "idempotency_completion"]
+    names = [
+        "_force_auth_user",
+        "force_auth_user",
+        "Force-Auth-User",
+        "Idempotency-Completion",
+        "idempotency_completion",
+    ]
     stranger = Client(raise_request_exception=False)
     response = stranger.post(
         f"/view/?{'&'.join(f'{name}={user.pk}' for name in names)}",
@@ -431,7 +498,11 @@ def test_plain_response_of_django_is_taken_too(serve: Serve, client: APIClient) 
 
     serve(view)
     first, second = (post(client, {"a": 1}) for _ in range(2))
-    assert (first.status_code, first.content) == (second.status_code, second.content) == (202, b"\x00\xff")
+    assert (
+        (first.status_code, first.content)
+        == (second.status_code, second.content)
+        == (202, b"\x00\xff")
+    )
 
 
 @api_view(["POST"])
@@ -456,11 +527,17 @@ def test_a_view_for_anonymous_clients_needs_a_scope(serve: Serve) -> None:
 
     serve(view)
     first, second = (post(Client(), {"a": 1}, headers={"Client-Id": "till 4"}) for _ in range(2))
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert post(Client(), {"a": 1}).json()["code"] == "scope_missing"
 
 
-def test_the_browsable_api_needs_the_app_and_commits_nothing_without(serve: Serve, client: APIClient) -> None:
+def test_the_browsable_api_needs_the_app_and_commits_nothing_without(
+    serve: Serve, client: APIClient
+) -> None:
     serve(open_to_all)
     page = {"Accept": "text/html"}
     assert not apps.is_installed("rest_framework")
@@ -518,14 +595,21 @@ def routes(view_set: Any) -> list[Any]:
 
 def test_a_base_class_protects_each_unsafe_handler(client: APIClient, settings: Settings) -> None:
     settings.ROOT_URLCONF = urls = type("Urls", (), {"urlpatterns": routes(Protected)})
-    assert [(view.view.rpartition(".")[2], view.methods) for view in unprotected(urls)] == [("Protected", ("POST",))]
-    assert client.get("/entries/").status_code == client.get("/entries/import_all/").status_code == 200
+    assert [(view.view.rpartition(".")[2], view.methods) for view in unprotected(urls)] == [
+        ("Protected", ("POST",))
+    ]
+    assert (
+        client.get("/entries/").status_code == client.get("/entries/import_all/").status_code == 200
+    )
     assert client.post("/entries/draft/").status_code == 200
     assert client.post("/entries/", {"name": "one"}).json()["code"] == "key_missing"
 
     def twice(method: str, url: str, key: str, data: Any = None) -> Any:
         first, second = (
-            getattr(client, method)(url, data or {}, format="json", headers={"Idempotency-Key": key}) for _ in range(2)
+            getattr(client, method)(
+                url, data or {}, format="json", headers={"Idempotency-Key": key}
+            )
+            for _ in range(2)
         )
         assert second["Idempotent-Replayed"] == "true"
         assert (first.status_code, first.content) == (second.status_code, second.content)
@@ -534,7 +618,9 @@ def test_a_base_class_protects_each_unsafe_handler(client: APIClient, settings: 
     made = twice("post", "/entries/", "1", {"name": "one"}).json()
     assert twice("put", f"/entries/{made['id']}/", "2", {"name": "two"}).json()["name"] == "two"
     # partial_update() of the framework calls update(), which is protected too.
-    assert twice("patch", f"/entries/{made['id']}/", "3", {"name": "three"}).json()["name"] == "three"
+    assert (
+        twice("patch", f"/entries/{made['id']}/", "3", {"name": "three"}).json()["name"] == "three"
+    )
     assert twice("post", "/entries/import_all/", "4").status_code == 201
     assert twice("delete", "/entries/import_all/", "5").status_code == 204
 
@@ -556,18 +642,30 @@ def test_a_class_has_its_own_options_and_exceptions_also_for_handlers_that_it_in
         not_idempotent = ()
 
     order = [Parent, Child, Grandchild] if first == "the parent" else [Child, Parent, Grandchild]
-    urlpatterns = [path(f"{view.__name__}/<int:pk>/", view.as_view({"post": "create", "delete": "destroy"})) for view in order]
+    urlpatterns = [
+        path(f"{view.__name__}/<int:pk>/", view.as_view({"post": "create", "delete": "destroy"}))
+        for view in order
+    ]
     settings.ROOT_URLCONF = urls = type("Urls", (), {"urlpatterns": urlpatterns})
-    found = {policy.path.split("/")[1]: (policy.required, policy.wait_seconds) for policy in policies(urls)}
+    found = {
+        policy.path.split("/")[1]: (policy.required, policy.wait_seconds)
+        for policy in policies(urls)
+    }
     assert found == {"Parent": (True, 0), "Child": (False, 3), "Grandchild": (True, 0)}
     entry = Entry.objects.create(name="one")
-    statuses = [client.delete(f"/{view}/{entry.pk}/").status_code for view in ("Parent", "Child", "Grandchild")]
+    statuses = [
+        client.delete(f"/{view}/{entry.pk}/").status_code
+        for view in ("Parent", "Child", "Grandchild")
+    ]
     assert statuses == [400, 204, 400]
 
 
 @pytest.mark.parametrize(
     ("attributes", "statuses"),
-    [({"not_idempotent": ("create",)}, [201, 201]), ({"idempotent_options": {"retention_hours": 200}}, [400, 201])],
+    [
+        ({"not_idempotent": ("create",)}, [201, 201]),
+        ({"idempotent_options": {"retention_hours": 200}}, [400, 201]),
+    ],
 )
 def test_a_handler_that_a_class_calls_with_super_has_the_options_of_the_class(
     client: APIClient, settings: Settings, attributes: dict[str, Any], statuses: list[int]
@@ -582,10 +680,15 @@ def test_a_handler_that_a_class_calls_with_super_has_the_options_of_the_class(
 
     for name, value in attributes.items():
         setattr(Child, name, value)
-    urlpatterns = [path(f"{view.__name__}/", view.as_view({"post": "create"})) for view in (Parent, Child)]
+    urlpatterns = [
+        path(f"{view.__name__}/", view.as_view({"post": "create"})) for view in (Parent, Child)
+    ]
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": urlpatterns})
     assert client.post("/Parent/", {"name": "one"}).status_code == 400
-    answers = [client.post("/Child/", {"name": "one"}, headers=headers) for headers in ({}, {"Idempotency-Key": "1"})]
+    answers = [
+        client.post("/Child/", {"name": "one"}, headers=headers)
+        for headers in ({}, {"Idempotency-Key": "1"})
+    ]
     assert [answer.status_code for answer in answers] == statuses
 
 
@@ -614,13 +717,20 @@ def test_a_handler_that_wraps_that_of_a_parent_is_protected(
     class Child(Parent):
         pass
 
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [*parents, path("Child/", Child.as_view({"post": "create"}))]})
-    answers = [client.post("/Child/", {"name": "one"}, headers=headers) for headers in ({}, *[{"Idempotency-Key": "1"}] * 2)]
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [*parents, path("Child/", Child.as_view({"post": "create"}))]}
+    )
+    answers = [
+        client.post("/Child/", {"name": "one"}, headers=headers)
+        for headers in ({}, *[{"Idempotency-Key": "1"}] * 2)
+    ]
     assert [answer.status_code for answer in answers] == [400, 201, 201]
     assert Entry.objects.count() == 1
 
 
-def test_of_two_parents_the_one_that_overrides_a_handler_is_called(client: APIClient, settings: Settings) -> None:
+def test_of_two_parents_the_one_that_overrides_a_handler_is_called(
+    client: APIClient, settings: Settings
+) -> None:
     class Base(IdempotentMixin, viewsets.ModelViewSet):
         queryset = Entry.objects.all()
         serializer_class = EntrySerializer
@@ -635,9 +745,14 @@ def test_of_two_parents_the_one_that_overrides_a_handler_is_called(client: APICl
     class Both(Audited, Limited):
         pass
 
-    views = [path(f"{view.__name__}/", view.as_view({"post": "create"})) for view in (Base, Audited, Both)]
+    views = [
+        path(f"{view.__name__}/", view.as_view({"post": "create"}))
+        for view in (Base, Audited, Both)
+    ]
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": views})
-    assert client.post("/Both/", {"name": "one"}, headers={"Idempotency-Key": "1"}).status_code == 402
+    assert (
+        client.post("/Both/", {"name": "one"}, headers={"Idempotency-Key": "1"}).status_code == 402
+    )
 
 
 def test_a_handler_keeps_its_own_options(client: APIClient, settings: Settings) -> None:

@@ -37,7 +37,11 @@ def test_20_replay_has_the_same_status_bytes_and_headers(service: Service) -> No
 
 @both
 def test_14_cookies_and_fresh_headers_are_not_stored(service: Service) -> None:
-    reply = Reply({"a": 1}, headers={"X-Request-Id": "first", "X-RateLimit-Remaining": "7"}, cookies={"private": "secret"})
+    reply = Reply(
+        {"a": 1},
+        headers={"X-Request-Id": "first", "X-RateLimit-Remaining": "7"},
+        cookies={"private": "secret"},
+    )
     service.serve(Work(lambda request: reply))
     first, second = service.send(), service.send()
     assert (first["X-Request-Id"], "private" in first.cookies) == ("first", True)
@@ -50,7 +54,9 @@ def test_14_cookies_and_fresh_headers_are_not_stored(service: Service) -> None:
 def test_15_redirect_is_replayed(service: Service) -> None:
     work = service.serve(Work(lambda request: Reply(status=302, headers={"Location": "/thanks/"})))
     first, second = service.send(), service.send()
-    assert [(response.status_code, response["Location"]) for response in (first, second)] == [(302, "/thanks/")] * 2
+    assert [(response.status_code, response["Location"]) for response in (first, second)] == [
+        (302, "/thanks/")
+    ] * 2
     assert second["Idempotent-Replayed"] == "true"
     assert work.runs == 1
 
@@ -59,15 +65,21 @@ def test_15_redirect_is_replayed(service: Service) -> None:
 def test_15_answer_without_a_body_is_replayed(service: Service) -> None:
     work = service.serve(Work(lambda request: Reply(status=204)))
     first, second = service.send(), service.send()
-    assert [(response.status_code, response.content) for response in (first, second)] == [(204, b"")] * 2
+    assert [(response.status_code, response.content) for response in (first, second)] == [
+        (204, b"")
+    ] * 2
     assert second["Idempotent-Replayed"] == "true"
     assert work.runs == 1
 
 
 @both
-def test_17_body_above_the_limit_is_delivered_and_its_replay_says_so(service: Service, settings: Settings) -> None:
+def test_17_body_above_the_limit_is_delivered_and_its_replay_says_so(
+    service: Service, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"MAX_STORED_BODY_BYTES": 1000}
-    work = service.serve(Work(lambda request: Reply({"text": "x" * 2000}, headers={"X-Custom": "kept"})))
+    work = service.serve(
+        Work(lambda request: Reply({"text": "x" * 2000}, headers={"X-Custom": "kept"}))
+    )
     first, second = service.send(), service.send()
     assert len(first.content) > 2000
     assert (second.status_code, second.content, second["X-Custom"]) == (201, b"", "kept")
@@ -81,7 +93,9 @@ def test_17_body_above_the_limit_is_delivered_and_its_replay_says_so(service: Se
     [{"body": {"a": 2}}, {"url": "/other/"}, {"url": "/view/?page=2"}],
     ids=["body", "path", "query"],
 )
-def test_25_key_of_another_request_is_refused_and_the_original_replayed(service: Service, other: dict[str, str]) -> None:
+def test_25_key_of_another_request_is_refused_and_the_original_replayed(
+    service: Service, other: dict[str, str]
+) -> None:
     work = service.serve()
     first, refused, again = service.send(), service.send(**other), service.send()
     assert (refused.status_code, refused.json()["code"]) == (422, "key_reused")
@@ -90,7 +104,10 @@ def test_25_key_of_another_request_is_refused_and_the_original_replayed(service:
 
 
 @both
-@pytest.mark.not_for(lambda kind: kind.by_form, "a form is sent by POST, and Django parses the fields of no other method")
+@pytest.mark.not_for(
+    lambda kind: kind.by_form,
+    "a form is sent by POST, and Django parses the fields of no other method",
+)
 def test_25_key_of_another_method_is_refused(service: Service) -> None:
     work = service.serve()
     assert service.send().status_code == 201
@@ -100,7 +117,9 @@ def test_25_key_of_another_method_is_refused(service: Service) -> None:
 
 
 @plain
-@pytest.mark.not_for(lambda kind: kind.by_form, "the fields of a form have an order, which browsers keep")
+@pytest.mark.not_for(
+    lambda kind: kind.by_form, "the fields of a form have an order, which browsers keep"
+)
 def test_27_order_of_members_is_no_difference(service: Service) -> None:
     work = service.serve()
     first, second = service.send(body={"a": 1, "b": 2}), service.send(body={"b": 2, "a": 1})
@@ -111,16 +130,24 @@ def test_27_order_of_members_is_no_difference(service: Service) -> None:
 @plain
 @pytest.mark.adapter
 @pytest.mark.parametrize("status", [409, 423, 429, 503])
-def test_54_returned_response_that_asks_to_be_retried_is_not_stored(service: Service, status: int) -> None:
-    work = service.serve(failing_first(lambda: Reply({"detail": "locked"}, status, {"Retry-After": "5"})))
+def test_54_returned_response_that_asks_to_be_retried_is_not_stored(
+    service: Service, status: int
+) -> None:
+    work = service.serve(
+        failing_first(lambda: Reply({"detail": "locked"}, status, {"Retry-After": "5"}))
+    )
     assert [service.send().status_code for _ in range(3)] == [status, 201, 201]
     assert (work.runs, Entry.objects.count()) == (2, 1)
 
 
 @phased
 @pytest.mark.adapter
-def test_54_response_that_a_phase_stores_is_stored_though_it_asks_to_be_retried(service: Service) -> None:
-    work = service.serve(Work(lambda request: Reply({"detail": "sold out"}, 409, {"Retry-After": "5"})))
+def test_54_response_that_a_phase_stores_is_stored_though_it_asks_to_be_retried(
+    service: Service,
+) -> None:
+    work = service.serve(
+        Work(lambda request: Reply({"detail": "sold out"}, 409, {"Retry-After": "5"}))
+    )
     first, replayed = service.send(), service.send()
     assert (first.status_code, replayed.status_code, replayed["Retry-After"]) == (409, 409, "5")
     assert (replayed["Idempotent-Replayed"], work.runs) == ("true", 1)
@@ -132,13 +159,19 @@ def test_54_response_that_a_phase_stores_is_stored_though_it_asks_to_be_retried(
 def test_54_stored_response_keeps_retry_after_in_its_replay(service: Service, status: int) -> None:
     work = service.serve(Work(lambda request: Reply({"a": 1}, status, {"Retry-After": "5"})))
     first, replayed = service.send(), service.send()
-    assert (first["Retry-After"], replayed["Retry-After"], replayed["Idempotent-Replayed"]) == ("5", "5", "true")
+    assert (first["Retry-After"], replayed["Retry-After"], replayed["Idempotent-Replayed"]) == (
+        "5",
+        "5",
+        "true",
+    )
     assert (replayed.status_code, replayed.content, work.runs) == (status, first.content, 1)
 
 
 @both
 @pytest.mark.postgres
-@pytest.mark.parametrize(("body", "status", "code"), [({"a": 1}, 409, "key_in_use"), ({"a": 2}, 422, "key_reused")])
+@pytest.mark.parametrize(
+    ("body", "status", "code"), [({"a": 1}, 409, "key_in_use"), ({"a": 2}, 422, "key_reused")]
+)
 def test_29_second_request_is_refused_while_the_first_runs(
     service: Service, body: dict[str, int], status: int, code: str
 ) -> None:
@@ -177,7 +210,10 @@ def test_30_second_request_may_wait_for_the_first(service: Service) -> None:
         with opened_connections() as opened, background(waiting.send) as second:
             eventually(lambda: len(opened) > 1)
             gate.open()
-    assert (second.result().content, second.result()["Idempotent-Replayed"]) == (first.result().content, "true")
+    assert (second.result().content, second.result()["Idempotent-Replayed"]) == (
+        first.result().content,
+        "true",
+    )
     assert (work.runs, Entry.objects.count()) == (1, 1)
 
 
@@ -200,7 +236,9 @@ def test_31_late_run_changes_nothing_after_another_took_over(service: Service) -
 @both
 @pytest.mark.postgres
 @pytest.mark.adapter
-def test_32_serialization_failure_is_retried_inside_the_request(service: Service, settings: Settings) -> None:
+def test_32_serialization_failure_is_retried_inside_the_request(
+    service: Service, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PHASE_ISOLATION": "serializable", "PLAIN_ISOLATION": "serializable"}
     account = Account.objects.create(name="one")
 
@@ -256,13 +294,17 @@ def test_38_retry_goes_on_after_the_last_committed_phase(service: Service) -> No
     first, calls = Work(lambda request: Reply()), iter([crash, lambda: None])
     work = service.serve(first=first, call=lambda: next(calls)())
     assert service.send().status_code == 500
-    assert (IdempotencyKey.objects.get().recovery_point, IdempotencyKey.objects.get().locked_until) == ("made", None)
+    assert (
+        IdempotencyKey.objects.get().recovery_point,
+        IdempotencyKey.objects.get().locked_until,
+    ) == ("made", None)
     assert [service.send().status_code for _ in range(2)] == [201, 201]
     assert (first.runs, work.runs, Entry.objects.count()) == (1, 1, 1)
 
 
 def abandoned(service: Service, calls: Callable[[], object]) -> Work:
-    """Serve a view whose first request fails between two phases, send it, and let its client stay away."""
+    """Serve a view whose first request fails between two phases, send it, and let its client stay
+    away."""
     work = service.serve(call=calls)
     assert service.send().status_code == 500
     abandon()
@@ -290,9 +332,15 @@ def test_39_completer_finishes_it_as_its_user(service: Service) -> None:
 def test_46_stuck_key_is_refused_without_running(service: Service) -> None:
     calls = iter([crash])
     work = abandoned(service, lambda: next(calls)())
-    IdempotencyKey.objects.update(stuck_at=F("created_at"), stuck_code="test", stuck_reason="A person looks at it.")
+    IdempotencyKey.objects.update(
+        stuck_at=F("created_at"), stuck_code="test", stuck_reason="A person looks at it."
+    )
     response = service.send()
-    assert (response.status_code, response.json()["code"], response.json()["retryable"]) == (409, "key_stuck", False)
+    assert (response.status_code, response.json()["code"], response.json()["retryable"]) == (
+        409,
+        "key_stuck",
+        False,
+    )
     assert work.runs == 0
 
 
@@ -308,7 +356,8 @@ def test_06_key_may_come_in_the_body(service: Service) -> None:
 
 @both
 def test_failing_view_is_the_same_to_its_second_client(service: Service) -> None:
-    """A first request that failed leaves nothing behind that a retry from another connection would trip over."""
+    """A first request that failed leaves nothing behind that a retry from another connection would
+    trip over."""
     work = service.serve(failing_first(crash))
     other = service.caller.again()
     assert service.send().status_code == 500

@@ -67,9 +67,13 @@ def handling(error: Exception, runs: Runs, **options: Any) -> Any:
     return Orders.as_view()
 
 
-@pytest.mark.parametrize("error", [exceptions.ValidationError, exceptions.NotFound, exceptions.MethodNotAllowed("POST")])
+@pytest.mark.parametrize(
+    "error", [exceptions.ValidationError, exceptions.NotFound, exceptions.MethodNotAllowed("POST")]
+)
 @pytest.mark.parametrize("options", [{}, {"recovery_points": []}], ids=["plain", "phased"])
-def test_a_stored_status_is_replayed(error: Any, options: Any, atomic_requests: bool, serve: Serve, sender: Sender) -> None:
+def test_a_stored_status_is_replayed(
+    error: Any, options: Any, atomic_requests: bool, serve: Serve, sender: Sender
+) -> None:
     raised = error() if isinstance(error, type) else error
     serve(view=handling(raised, runs := Runs(), **options))
     first, replayed = sender.send(), sender.send()
@@ -95,7 +99,11 @@ def test_a_view_of_django_may_do_so_too(serve: Serve, sender: Sender) -> None:
 
     serve(view=plain(counted := Counted(work)))
     first, replayed = sender.send(), sender.send()
-    assert (first.status_code, replayed.content, replayed["Idempotent-Replayed"]) == (422, first.content, "true")
+    assert (first.status_code, replayed.content, replayed["Idempotent-Replayed"]) == (
+        422,
+        first.content,
+        "true",
+    )
     assert (counted.runs, Entry.objects.count()) == (1, 0)
 
 
@@ -113,7 +121,9 @@ def test_a_success_is_refused_with_words(status: int, serve: Serve, sender: Send
     assert (Entry.objects.count(), IdempotencyKey.objects.count()) == (0, 0)
 
 
-def test_a_success_after_the_handler_of_an_exception_is_refused(atomic_requests: bool, serve: Serve, sender: Sender) -> None:
+def test_a_success_after_the_handler_of_an_exception_is_refused(
+    atomic_requests: bool, serve: Serve, sender: Sender
+) -> None:
     class Orders(APIView):
         authentication_classes = [Session]
 
@@ -139,7 +149,9 @@ def test_the_writes_cannot_be_kept(serve: Serve, sender: Sender) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("status", [201, 409])
-def test_a_caught_error_of_the_database_is_rolled_back(status: int, serve: Serve, sender: Sender) -> None:
+def test_a_caught_error_of_the_database_is_rolled_back(
+    status: int, serve: Serve, sender: Sender
+) -> None:
     """Without a transaction of its own, such a statement breaks the transaction of the view."""
     Account.objects.create(name="taken")
 
@@ -152,7 +164,9 @@ def test_a_caught_error_of_the_database_is_rolled_back(status: int, serve: Serve
         raise AssertionError
 
     serve(view=plain(counted := Counted(work)))
-    assert [sender.send().status_code for _ in range(2)] == ([409, 409] if status == 409 else [500, 500])
+    assert [sender.send().status_code for _ in range(2)] == (
+        [409, 409] if status == 409 else [500, 500]
+    )
     assert (counted.runs, Entry.objects.count()) == (1 if status == 409 else 2, 0)
 
 
@@ -189,12 +203,16 @@ def test_the_mark_of_another_database_counts_too(
         return HttpResponse(status=status)
 
     serve(view=plain(counted := Counted(work)))
-    assert [sender.send().status_code for _ in range(2)] == ([404, 404] if status == 404 else [500, 500])
+    assert [sender.send().status_code for _ in range(2)] == (
+        [404, 404] if status == 404 else [500, 500]
+    )
     assert counted.runs == (1 if status == 404 else 2)
     assert (Entry.objects.count(), Entry.objects.using("shard_b").count()) == (0, 0)
 
 
-def test_a_phase_that_is_marked_for_rollback_is_refused_with_words(serve: Serve, sender: Sender) -> None:
+def test_a_phase_that_is_marked_for_rollback_is_refused_with_words(
+    serve: Serve, sender: Sender
+) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
@@ -212,7 +230,9 @@ def test_a_phase_that_is_marked_for_rollback_is_refused_with_words(serve: Serve,
     assert (Entry.objects.count(), IdempotencyKey.objects.in_flight().count()) == (0, 0)
 
 
-def test_in_an_outer_transaction_the_response_is_stored_and_the_writes_are_not(serve: Serve, sender: Sender) -> None:
+def test_in_an_outer_transaction_the_response_is_stored_and_the_writes_are_not(
+    serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         create(request)
         transaction.set_rollback(True)

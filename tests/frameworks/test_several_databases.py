@@ -30,7 +30,8 @@ def open_savepoint() -> None:
 
 
 def mark_for_rollback() -> None:
-    """Mark the transaction for rollback, as handlers of errors do on each alias, without a statement in it."""
+    """Mark the transaction for rollback, as handlers of errors do on each alias, without a
+    statement in it."""
     transaction.set_rollback(True, using=ALIAS)
 
 

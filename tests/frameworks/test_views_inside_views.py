@@ -19,12 +19,16 @@ def inner_view(service: Service, **options: Any) -> Any:
         Entry.objects.create(name="inner")
         return HttpResponse(status=201)
 
-    return idempotent(**options, **({"key_from": "form:idempotency_key"} if service.kind.by_form else {}))(work)
+    return idempotent(
+        **options, **({"key_from": "form:idempotency_key"} if service.kind.by_form else {})
+    )(work)
 
 
 @pytest.mark.styles(False, True)
 @pytest.mark.adapter
-def test_56_a_view_that_is_called_in_the_transaction_with_the_same_key_is_a_part_of_the_run(service: Service) -> None:
+def test_56_a_view_that_is_called_in_the_transaction_with_the_same_key_is_a_part_of_the_run(
+    service: Service,
+) -> None:
     inner = inner_view(service)
 
     def do(request: HttpRequest) -> Reply:
@@ -33,7 +37,11 @@ def test_56_a_view_that_is_called_in_the_transaction_with_the_same_key_is_a_part
 
     work = service.serve(Work(do), first=inner)
     first, second = service.send(), service.send()
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert (work.runs, Entry.objects.filter(name="inner").count()) == (1, 1 + service.phased)
     assert IdempotencyKey.objects.count() == 1
 

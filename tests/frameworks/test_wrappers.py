@@ -15,5 +15,12 @@ def test_59_a_wrapper_around_the_request_gets_statements_as_from_the_orm(service
     work = service.serve()
     with connection.execute_wrapper(history):
         answers = [service.send() for _ in range(2)]
-    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [(201, False), (201, True)]
-    assert (work.runs, Entry.objects.count(), IdempotencyKey.objects.finished().count()) == (1, 1, 1)
+    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [
+        (201, False),
+        (201, True),
+    ]
+    assert (work.runs, Entry.objects.count(), IdempotencyKey.objects.finished().count()) == (
+        1,
+        1,
+        1,
+    )

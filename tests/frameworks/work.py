@@ -1,4 +1,5 @@
-"""What the views of the table do, said in no framework's words; each kind of view says it in its own."""
+"""What the views of the table do, said in no framework's words; each kind of view says it in its
+own."""
 
 import threading
 from collections.abc import Callable
@@ -39,7 +40,10 @@ class Forbidden(Refusal):
 def create(request: HttpRequest) -> Reply:
     """Write one entry that points at the key, and say which."""
     entry = Entry.objects.create(name="made", idempotency_key=request.idempotency_key)
-    return Reply({"id": entry.pk}, headers={"Location": f"/entries/{entry.pk}", "ETag": '"v1"', "X-Custom": "kept"})
+    return Reply(
+        {"id": entry.pk},
+        headers={"Location": f"/entries/{entry.pk}", "ETag": '"v1"', "X-Custom": "kept"},
+    )
 
 
 class Work:

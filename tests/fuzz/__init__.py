@@ -1,1 +1,2 @@
-"""``make fuzz``: requests that nobody would think of. The names of the modules keep them out of the default test run."""
+"""``make fuzz``: requests that nobody would think of. The names of the modules keep them out of the
+default test run."""

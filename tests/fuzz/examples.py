@@ -14,7 +14,8 @@ Test = Callable[..., None]
 
 
 def examples(number: int) -> Callable[[Test], Test]:
-    """Try ``number`` examples, new ones in each run; a failing one is made small, and printed so that it can be run again."""
+    """Try ``number`` examples, new ones in each run; a failing one is made small, and printed so
+    that it can be run again."""
 
     def decorate(test: Test) -> Test:
         @wraps(test)

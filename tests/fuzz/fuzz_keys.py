@@ -11,11 +11,13 @@ from tests.fuzz.examples import examples
 _factory = RequestFactory()
 VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
 KEYS = st.text(VISIBLE + " ", min_size=1, max_size=255)
-PARAMETERS = st.sampled_from(["", ";a", "; a=1", ';a="b;\\"c"', " ; x=?1;y=:YQ==:", ";a=1.5;b=token/x"])
-#: What is near a key: most of these headers are broken in one place.
-HEADERS = st.text(VISIBLE + " \t\x00\x1fé\U0001f600", max_size=12) | st.text('ab\\";, =', max_size=10).map(
-    lambda text: f'"{text}'
+PARAMETERS = st.sampled_from(
+    ["", ";a", "; a=1", ';a="b;\\"c"', " ; x=?1;y=:YQ==:", ";a=1.5;b=token/x"]
 )
+#: What is near a key: most of these headers are broken in one place.
+HEADERS = st.text(VISIBLE + " \t\x00\x1fé\U0001f600", max_size=12) | st.text(
+    'ab\\";, =', max_size=10
+).map(lambda text: f'"{text}')
 
 
 def key_in(header: str) -> str | None:
@@ -31,10 +33,13 @@ def key_in(header: str) -> str | None:
 
 
 def read_by_hand(header: str) -> tuple[str | None, str]:
-    """Return the key, read one character after the other as RFC 9651 reads a string, and what follows it."""
+    """Return the key, read one character after the other as RFC 9651 reads a string, and what
+    follows it."""
     header = header.strip(" \t")
     if not header.startswith('"'):
-        bare = bool(header) and all(character in VISIBLE and character not in '",' for character in header)
+        bare = bool(header) and all(
+            character in VISIBLE and character not in '",' for character in header
+        )
         return (header if bare else None), ""
     key, rest = "", iter(header[1:])
     for character in rest:

@@ -1,4 +1,5 @@
-"""Any key, body and content type, through real views on PostgreSQL: no 500, one run, no key left locked or stuck."""
+"""Any key, body and content type, through real views on PostgreSQL: no 500, one run, no key left
+locked or stuck."""
 
 # ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
 
@@ -43,11 +44,15 @@ NAMED_TYPES = st.sampled_from(
     ]
 )
 # Not base64: of a codec that is none of text, with a query, Django itself fails to make a request.
-CONTENT_TYPES = NAMED_TYPES | st.text(VISIBLE + " ", max_size=20).filter(lambda text: "base64" not in text)
+CONTENT_TYPES = NAMED_TYPES | st.text(VISIBLE + " ", max_size=20).filter(
+    lambda text: "base64" not in text
+)
 PART = b'--b\r\nContent-Disposition: form-data; name="origin_lat"; filename="'
 
 
-RIDES = st.dictionaries(st.sampled_from(list(RIDE)), st.floats() | st.text(max_size=3)).map(lambda changes: RIDE | changes)
+RIDES = st.dictionaries(st.sampled_from(list(RIDE)), st.floats() | st.text(max_size=3)).map(
+    lambda changes: RIDE | changes
+)
 
 
 @st.composite
@@ -62,7 +67,13 @@ def contents(draw: Any) -> tuple[bytes, str]:
         case 2:
             body = json.dumps(draw(RIDES)).encode()
         case 3:
-            body = PART + draw(st.binary(max_size=20)) + b'"\r\n\r\n' + draw(st.binary(max_size=20)) + b"\r\n--b--\r\n"
+            body = (
+                PART
+                + draw(st.binary(max_size=20))
+                + b'"\r\n\r\n'
+                + draw(st.binary(max_size=20))
+                + b"\r\n--b--\r\n"
+            )
             content_type = "multipart/form-data; boundary=b"
         case _:
             body, content_type = draw(st.binary(max_size=60)), "application/x-www-form-urlencoded"
@@ -80,7 +91,10 @@ def requests(draw: Any) -> dict[str, Any]:
         "data": body,
         "content_type": content_type,
         "headers": {"Idempotency-Key": key, "Authorization": "Bearer demo-jane"},
-        "QUERY_STRING": draw(st.sampled_from(["", "a=1"]) | st.binary(max_size=5).map(lambda query: query.decode("latin-1"))),
+        "QUERY_STRING": draw(
+            st.sampled_from(["", "a=1"])
+            | st.binary(max_size=5).map(lambda query: query.decode("latin-1"))
+        ),
     }
 
 
@@ -133,5 +147,7 @@ def test_any_booking_of_a_ride_is_answered(jane: Phone, sent: dict[str, Any]) ->
 
     assert first.status_code in (201, 400, 413, 422)
     assert again.status_code == first.status_code
-    assert Ride.objects.count() - before == (first.status_code == 201 and "Idempotent-Replayed" not in first)
+    assert Ride.objects.count() - before == (
+        first.status_code == 201 and "Idempotent-Replayed" not in first
+    )
     assert not left()

@@ -1,7 +1,7 @@
 """Rule 27, told without the code that it judges: what two requests say, and when they say the same.
 
-A body begins as what it means, and is then written, by chance, in one of the ways in which a client may write it. Whether
-two requests are equal is decided by what they mean; nothing is parsed here.
+A body begins as what it means, and is then written, by chance, in one of the ways in which a client
+may write it. Whether two requests are equal is decided by what they mean; nothing is parsed here.
 """
 
 import base64
@@ -13,7 +13,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: How a body is written, from a number that hypothesis can draw again: to draw each blank would take most of the time.
+#: How a body is written, from a number that hypothesis can draw again: to draw each blank would
+#: take most of the time.
 CHANCES = st.integers(0, 2**32 - 1).map(Random)
 
 # ---- JSON: None, bool, str, Number, list (an array), tuple of pairs (an object)
@@ -33,10 +34,34 @@ _DECIMALS = (
         st.integers(-40, 40),
     )
     | st.integers(-(10**40), 10**40).map(Decimal)
-    | st.sampled_from([Decimal(0), Decimal("-0"), Decimal(1), Decimal("0.1"), Decimal(2**53 + 1), Decimal("1e400")])
+    | st.sampled_from(
+        [
+            Decimal(0),
+            Decimal("-0"),
+            Decimal(1),
+            Decimal("0.1"),
+            Decimal(2**53 + 1),
+            Decimal("1e400"),
+        ]
+    )
 )
 TEXTS = st.text(max_size=8) | st.sampled_from(
-    ["", "a", "A", "1", "1.0", "null", "é", "e\u0301", "\ud800", "\U0001f600", "\x00", "\x001.0", '"', "\\"]
+    [
+        "",
+        "a",
+        "A",
+        "1",
+        "1.0",
+        "null",
+        "é",
+        "e\u0301",
+        "\ud800",
+        "\U0001f600",
+        "\x00",
+        "\x001.0",
+        '"',
+        "\\",
+    ]
 )
 NUMBERS = st.builds(lambda value, chance: Number(_number(value, chance)), _DECIMALS, CHANCES)
 
@@ -60,10 +85,13 @@ ODD_VALUES = _values(doubles=True)
 
 
 def meaning(value: Any) -> Any:
-    """Return what a value means, so that two that mean the same are equal; None when it has no meaning that can be compared."""
+    """Return what a value means, so that two that mean the same are equal; None when it has no
+    meaning that can be compared."""
     if isinstance(value, tuple):
         members = [(name, meaning(member)) for name, member in value]
-        odd = len({name for name, _ in members}) < len(members) or any(member is None for _, member in members)
+        odd = len({name for name, _ in members}) < len(members) or any(
+            member is None for _, member in members
+        )
         return None if odd else ("object", frozenset(members))
     if isinstance(value, list):
         items = [meaning(item) for item in value]
@@ -76,10 +104,17 @@ def meaning(value: Any) -> Any:
 def write(value: Any, chance: Random) -> str:
     """Write a value in one of the ways in which JSON can say it."""
     if isinstance(value, tuple):
-        pairs = chance.sample(value, len(value)) if len({name for name, _ in value}) == len(value) else value
+        pairs = (
+            chance.sample(value, len(value))
+            if len({name for name, _ in value}) == len(value)
+            else value
+        )
         return _joined(
             "{}",
-            [_text(name, chance) + _space(chance) + ":" + _space(chance) + write(item, chance) for name, item in pairs],
+            [
+                _text(name, chance) + _space(chance) + ":" + _space(chance) + write(item, chance)
+                for name, item in pairs
+            ],
             chance,
         )
     if isinstance(value, list):
@@ -90,7 +125,13 @@ def write(value: Any, chance: Random) -> str:
 
 
 def _joined(brackets: str, parts: list[str], chance: Random) -> str:
-    return brackets[0] + _space(chance) + (_space(chance) + "," + _space(chance)).join(parts) + _space(chance) + brackets[1]
+    return (
+        brackets[0]
+        + _space(chance)
+        + (_space(chance) + "," + _space(chance)).join(parts)
+        + _space(chance)
+        + brackets[1]
+    )
 
 
 def _space(chance: Random) -> str:
@@ -98,7 +139,9 @@ def _space(chance: Random) -> str:
 
 
 def _text(text: str, chance: Random) -> str:
-    bare = chance.random() < 0.5 and not any(0xD800 <= ord(character) < 0xE000 for character in text)
+    bare = chance.random() < 0.5 and not any(
+        0xD800 <= ord(character) < 0xE000 for character in text
+    )
     return json.dumps(text, ensure_ascii=not bare)
 
 
@@ -131,7 +174,9 @@ class Part:
 
 
 _NAMES = st.sampled_from(["a", "b", "A", "é", "a b", "x[]"])
-_FIELDS = st.builds(Part, _NAMES, st.text(max_size=12).map(lambda text: text.encode(errors="replace")))
+_FIELDS = st.builds(
+    Part, _NAMES, st.text(max_size=12).map(lambda text: text.encode(errors="replace"))
+)
 _FILES = st.builds(
     Part,
     _NAMES,
@@ -143,7 +188,8 @@ FORMS = st.lists(_FIELDS | _FILES, min_size=1, max_size=5)
 
 
 def form_meaning(parts: list[Part]) -> Any:
-    """Return what a form means: the values of each name in their order, those of fields and of files apart."""
+    """Return what a form means: the values of each name in their order, those of fields and of
+    files apart."""
     said: dict[tuple[str, bool], list[Part]] = {}
     for part in parts:
         said.setdefault((part.name, bool(part.file_name)), []).append(part)
@@ -151,7 +197,8 @@ def form_meaning(parts: list[Part]) -> Any:
 
 
 def write_form(parts: list[Part], chance: Random) -> tuple[bytes, str]:
-    """Write a form under a new boundary, its names in any order, some parts in base64; return it with its content type."""
+    """Write a form under a new boundary, its names in any order, some parts in base64; return it
+    with its content type."""
     slots = sorted({(part.name, bool(part.file_name)) for part in parts})
     chance.shuffle(slots)
     # No content is long enough to hold it.
@@ -161,7 +208,10 @@ def write_form(parts: list[Part], chance: Random) -> tuple[bytes, str]:
         for part in parts:
             if (part.name, bool(part.file_name)) == slot:
                 lines += [b"--" + boundary.encode(), *_part(part, chance)]
-    return b"\r\n".join([*lines, b"--" + boundary.encode() + b"--", b""]), f"multipart/form-data; boundary={boundary}"
+    return (
+        b"\r\n".join([*lines, b"--" + boundary.encode() + b"--", b""]),
+        f"multipart/form-data; boundary={boundary}",
+    )
 
 
 def _part(part: Part, chance: Random) -> list[bytes]:

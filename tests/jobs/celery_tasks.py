@@ -15,7 +15,12 @@ from idempotency.contrib.celery import SHARD_HEADER, OnceTask
 from tests.kit.celery_app import broker_url
 from tests.kit.jobs import record, yielding
 
-app = Celery("once", broker=broker_url(settings.REDIS_URL), backend=broker_url(settings.REDIS_URL), set_as_current=False)
+app = Celery(
+    "once",
+    broker=broker_url(settings.REDIS_URL),
+    backend=broker_url(settings.REDIS_URL),
+    set_as_current=False,
+)
 app.conf.update(worker_hijack_root_logger=False, broker_connection_retry_on_startup=True)
 
 
@@ -29,7 +34,8 @@ def first_time(mark: str) -> bool:
 
 @app.task(base=OnceTask, bind=True)
 async def asynchronous(self: Any, user: int, mark: str) -> str:
-    """Ask for another try the first time, raise the second time; the effect is written before that."""
+    """Ask for another try the first time, raise the second time; the effect is written before
+    that."""
     await sync_to_async(record)(user, f"try {self.request.retries}")
     if first_time(mark):
         raise self.retry(countdown=0)
@@ -40,7 +46,8 @@ async def asynchronous(self: Any, user: int, mark: str) -> str:
 
 @app.task(base=OnceTask, autoretry_for=[RuntimeError], default_retry_delay=0)
 def tree(user: int, mark: str, depth: int) -> None:
-    """Work through a tree, as a function that calls itself does, also through another task; fail at its end the first time."""
+    """Work through a tree, as a function that calls itself does, also through another task; fail at
+    its end the first time."""
     record(user, f"node {depth}")
     if depth > 1:
         tree(user, mark, depth - 1)

@@ -16,7 +16,8 @@ def enter(alias: str, fail: bool = False) -> None:
 
 
 def enter_after_a_failure(alias: str, mark: str) -> None:
-    """Create an entry in a shard, and raise in the first run, in which the file ``mark`` does not exist yet."""
+    """Create an entry in a shard, and raise in the first run, in which the file ``mark`` does not
+    exist yet."""
     first = not Path(mark).exists()
     Path(mark).touch()
     enter(alias, fail=first)

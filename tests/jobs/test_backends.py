@@ -1,4 +1,5 @@
-"""The backends of the enqueuer, one suite for all: with real brokers and real workers a staged job takes effect once."""
+"""The backends of the enqueuer, one suite for all: with real brokers and real workers a staged job
+takes effect once."""
 
 import json
 from contextlib import nullcontext
@@ -55,7 +56,9 @@ def effects():
 
 def test_a_worker_runs_the_job_with_its_arguments(queue, user):
     stage("record", user.pk, "by position")
-    StagedJobFactory(job_name="tests.kit.jobs.record", job_args={"user": user.pk, "label": "by name"})
+    StagedJobFactory(
+        job_name="tests.kit.jobs.record", job_args={"user": user.pk, "label": "by name"}
+    )
     assert enqueue_once() == EnqueuePass(handed_over=2)
     assert StagedJob.objects.exists() == queue.follows_up
     queue.work(until=lambda: effects() == 2)
@@ -77,7 +80,9 @@ def due_now():
 
 
 @pytest.mark.parametrize("queue", [Celery, Tasks], indirect=True)
-def test_a_job_that_the_queue_lost_is_handed_over_again_and_the_row_stays_until_it_took_effect(queue, user, monkeypatch):
+def test_a_job_that_the_queue_lost_is_handed_over_again_and_the_row_stays_until_it_took_effect(
+    queue, user, monkeypatch
+):
     follow_up_after(3600, monkeypatch)
     stage("record", user.pk)
     for _ in range(2):
@@ -103,7 +108,9 @@ def test_a_job_that_never_takes_effect_ends_in_the_list_of_the_failed(queue, use
     assert job.failed_at
 
 
-@pytest.mark.parametrize("function", ["record_after_a_failure", "record_after_a_failure_in_a_coroutine"])
+@pytest.mark.parametrize(
+    "function", ["record_after_a_failure", "record_after_a_failure_in_a_coroutine"]
+)
 def test_a_job_that_raises_leaves_nothing_and_is_tried_again(queue, user, tmp_path, function):
     stage(function, user.pk, str(tmp_path / "mark"))
     enqueue_once()
@@ -175,26 +182,39 @@ def test_a_broker_that_is_down_burns_nothing_and_gets_the_jobs_when_it_is_back(q
     for _ in range(3):
         stage("record", user.pk)
     address = f"127.0.0.1:{free_port()}"
-    with queue.through(f"redis://user:secret@{address}/0"), tasks_table_locked() if isinstance(queue, Tasks) else nullcontext():
+    with (
+        queue.through(f"redis://user:secret@{address}/0"),
+        tasks_table_locked() if isinstance(queue, Tasks) else nullcontext(),
+    ):
         for _ in range(2):
             with pytest.raises(BrokerUnavailable, match="0 jobs were handed over") as caught:
                 enqueue_once()
-    named = {Rq: f"Redis at {address}, database 0", Celery: f"redis://user:**@{address}/0", Tasks: ""}
+    named = {
+        Rq: f"Redis at {address}, database 0",
+        Celery: f"redis://user:**@{address}/0",
+        Tasks: "",
+    }
     assert named[type(queue)] in str(caught.value)
     assert "secret" not in str(caught.value)
-    assert set(StagedJob.objects.values_list("refusals", "last_error", "failed_at")) == {(0, "", None)}
+    assert set(StagedJob.objects.values_list("refusals", "last_error", "failed_at")) == {
+        (0, "", None)
+    }
     assert enqueue_once() == EnqueuePass(handed_over=3)
     queue.work(until=lambda: effects() == 3)
     assert effects() == 3
 
 
-def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_and_again(queue, user):
-    """It takes what was under way when it became slow, once; then it gets nothing until it answers."""
+def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_and_again(
+    queue, user
+):
+    """It takes what was under way when it became slow, once; then it gets nothing until it
+    answers."""
     line = SlowLine()
     with line.listener, queue.through(line.url):
         stage("record", user.pk)
         assert enqueue_once() == EnqueuePass(handed_over=1)
-        StagedJob.objects.update(run_at=timezone.now() + timedelta(hours=1))  # If it is followed up: not now.
+        # If it is followed up: not now.
+        StagedJob.objects.update(run_at=timezone.now() + timedelta(hours=1))
         for _ in range(3):
             stage("record", user.pk)
         line.open.clear()
@@ -202,7 +222,9 @@ def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_
             for _ in range(4):
                 with pytest.raises(BrokerUnavailable):
                     enqueue_once()
-        assert set(StagedJob.objects.filter(run_at__lte=timezone.now()).values_list("refusals", flat=True)) == {0}
+        assert set(
+            StagedJob.objects.filter(run_at__lte=timezone.now()).values_list("refusals", flat=True)
+        ) == {0}
         line.open.set()
         assert queue.waiting() <= 4, "what was there, and at most one copy of the rest"
         assert enqueue_once() == EnqueuePass(handed_over=3)
@@ -212,7 +234,9 @@ def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_
 
 
 @pytest.mark.parametrize("limit", ["client-query-buffer-limit", "proto-max-bulk-len"])
-def test_what_redis_never_takes_is_refused_and_stops_no_other_job_of_celery(broker, settings, user, limit):
+def test_what_redis_never_takes_is_refused_and_stops_no_other_job_of_celery(
+    broker, settings, user, limit
+):
     """Redis closes the connection of a client that sends too much."""
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
     large = stage("record", user.pk, "x" * 1_500_000, run_at=timezone.now() - timedelta(hours=1))
@@ -226,7 +250,9 @@ def test_what_redis_never_takes_is_refused_and_stops_no_other_job_of_celery(brok
     assert "limit of the broker" in StagedJob.objects.get(pk=large.pk).last_error
 
 
-def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(broker, settings, monkeypatch):
+def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(
+    broker, settings, monkeypatch
+):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
     job = StagedJobFactory(job_name="tests.unprotected", job_args=[1])
     assert enqueue_once() == EnqueuePass(refused=1)

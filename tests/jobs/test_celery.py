@@ -1,4 +1,5 @@
-"""``OnceTask`` in real workers of Celery: each task takes effect once, whatever it calls, returns or runs into."""
+"""``OnceTask`` in real workers of Celery: each task takes effect once, whatever it calls, returns
+or runs into."""
 
 import gc
 from asyncio import CancelledError
@@ -42,7 +43,8 @@ class Worker(Celery):
     worker = Celery.worker.replace("tests.kit.celery_app", "tests.jobs.celery_tasks")
 
     def finish(self, *results: AsyncResult, pool: str = "prefork") -> list[str]:
-        """Let a worker run until there are ``results`` and nothing is left to do; return what took effect."""
+        """Let a worker run until there are ``results`` and nothing is left to do; return what took
+        effect."""
         self.worker = type(self).worker.replace("prefork", pool)
         self.work(until=lambda: all(result.ready() for result in results))
         return sorted(AuditRecord.objects.values_list("action", flat=True))
@@ -107,7 +109,9 @@ def test_a_cancellation_in_the_last_try_fails_the_task_and_not_its_worker():
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_an_async_task_is_awaited_in_the_transaction_of_its_inbox_row(worker, user, mark, pool):
     result = asynchronous.delay(user, mark)
-    assert worker.finish(result, pool=pool) == ["try 2"], "what the other tries wrote was rolled back"
+    assert worker.finish(result, pool=pool) == ["try 2"], (
+        "what the other tries wrote was rolled back"
+    )
     assert result.result == "done"
     assert ProcessedMessage.objects.count() == 1
 
@@ -126,7 +130,9 @@ def test_a_generator_function_fails_in_place_of_doing_nothing(worker, user):
     assert not ProcessedMessage.objects.exists()
 
 
-def test_a_task_is_not_lost_when_one_that_it_calls_directly_asks_for_another_try(worker, user, mark):
+def test_a_task_is_not_lost_when_one_that_it_calls_directly_asks_for_another_try(
+    worker, user, mark
+):
     result = whole.delay(user, mark)
     assert worker.finish(result) == ["ran"]
     assert result.successful()
@@ -143,7 +149,9 @@ def follow(how: str, user: int, mark: str) -> AsyncResult:
 
 
 @pytest.mark.parametrize("how", ["link", "chain", "chord"])
-def test_what_follows_a_task_never_goes_on_with_the_none_of_a_second_delivery(worker, user, mark, how):
+def test_what_follows_a_task_never_goes_on_with_the_none_of_a_second_delivery(
+    worker, user, mark, how
+):
     result = follow(how, user, mark)
     assert worker.finish(result) == ["charged"], "nothing was booked, and nothing refunded"
     assert result.failed()
@@ -156,14 +164,19 @@ def test_what_follows_a_task_gets_its_result(worker, user, tmp_path, how):
     with worker.working():
         eventually(lambda: AuditRecord.objects.count() == 2)
     booked = ["ch_1"] if how == "chord" else "ch_1"
-    assert set(AuditRecord.objects.values_list("action", flat=True)) == {"charged", f"booked {booked}"}
+    assert set(AuditRecord.objects.values_list("action", flat=True)) == {
+        "charged",
+        f"booked {booked}",
+    }
     assert result.successful()
 
 
 @pytest.mark.parametrize("limit", ["of the task", "of the call", "soft"])
 def test_a_task_that_runs_into_its_time_limit_is_run_again(worker, user, mark, limit):
     task = app.tasks["slow_by_nature"] if limit == "of the task" else slow
-    options = {"of the task": {}, "of the call": {"time_limit": 1}, "soft": {"soft_time_limit": 1}}[limit]
+    options = {"of the task": {}, "of the call": {"time_limit": 1}, "soft": {"soft_time_limit": 1}}[
+        limit
+    ]
     result = task.apply_async([user, mark], link_error=refund.s(user=user), **options)
     assert worker.finish(result) == ["ran"], "and nothing was refunded"
     assert result.successful()
@@ -190,7 +203,9 @@ def test_a_run_without_a_database_gives_no_further_tries(worker, user, mark):
 )
 def test_each_retry_uses_the_database_of_the_job(worker, user, mark, of_message, of_retry):
     """Otherwise another delivery would not find its row in the inbox."""
-    result = of_shard.apply_async([user, mark, of_retry], headers={SHARD_HEADER: "default", **of_message})
+    result = of_shard.apply_async(
+        [user, mark, of_retry], headers={SHARD_HEADER: "default", **of_message}
+    )
     assert worker.finish(result) == ["default"]
 
 

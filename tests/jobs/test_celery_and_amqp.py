@@ -1,4 +1,5 @@
-"""``CeleryBackend`` and the errors of an AMQP broker: those of the connection concern all jobs, those of a channel one job."""
+"""``CeleryBackend`` and the errors of an AMQP broker: those of the connection concern all jobs,
+those of a channel one job."""
 
 import gc
 import socket
@@ -21,11 +22,27 @@ from idempotency.models import StagedJob
 from tests.factories import StagedJobFactory
 
 #: The client leaves the socket of a connection that was refused to the garbage collector.
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 
 #: Methods of AMQP by their class and number.
-START, START_OK, TUNE, OPEN, OPEN_OK, CLOSE = (10, 10), (10, 11), (10, 30), (10, 40), (10, 41), (10, 50)
-CLOSE_OK, CHANNEL_OPEN, CHANNEL_OPEN_OK, CHANNEL_CLOSE, CHANNEL_CLOSE_OK = (10, 51), (20, 10), (20, 11), (20, 40), (20, 41)
+START, START_OK, TUNE, OPEN, OPEN_OK, CLOSE = (
+    (10, 10),
+    (10, 11),
+    (10, 30),
+    (10, 40),
+    (10, 41),
+    (10, 50),
+)
+CLOSE_OK, CHANNEL_OPEN, CHANNEL_OPEN_OK, CHANNEL_CLOSE, CHANNEL_CLOSE_OK = (
+    (10, 51),
+    (20, 10),
+    (20, 11),
+    (20, 40),
+    (20, 41),
+)
 CONFIRM, CONFIRM_OK, DECLARE, DECLARE_QUEUE = (85, 10), (85, 11), (40, 10), (50, 10)
 
 
@@ -111,7 +128,10 @@ def refusals() -> set[int]:
     return set(StagedJob.objects.values_list("refusals", flat=True))
 
 
-@pytest.mark.parametrize("error", [AccessRefused("login refused"), NotAllowed("no such vhost"), InternalError("out of order")])
+@pytest.mark.parametrize(
+    "error",
+    [AccessRefused("login refused"), NotAllowed("no such vhost"), InternalError("out of order")],
+)
 def test_a_connection_that_is_refused_is_no_refusal_of_the_jobs(backend, monkeypatch, error):
     def connect(self: amqp.Connection, callback: object = None) -> None:
         raise error
@@ -137,7 +157,11 @@ def test_a_broker_that_closes_a_new_connection_burns_nothing(backend, server, af
 
 @pytest.mark.parametrize(
     ("closes", "code", "error"),
-    [(CHANNEL_CLOSE, 404, NotFound), (CHANNEL_CLOSE, 403, AccessRefused), (CLOSE, 541, InternalError)],
+    [
+        (CHANNEL_CLOSE, 404, NotFound),
+        (CHANNEL_CLOSE, 403, AccessRefused),
+        (CLOSE, 541, InternalError),
+    ],
 )
 def test_an_error_while_a_job_is_published_refuses_that_job(backend, server, closes, code, error):
     """The next job is offered too."""
@@ -151,7 +175,9 @@ def test_an_error_while_a_job_is_published_refuses_that_job(backend, server, clo
 def test_a_broker_that_closes_the_connection_and_refuses_the_next_burns_nothing(backend, server):
     StagedJobFactory(job_name="tests.charge", job_args=[])
     backend._producer()
-    server.answers |= dict.fromkeys((DECLARE, DECLARE_QUEUE), closing(CLOSE, 530)) | {OPEN: closing(CLOSE, 530)}
+    server.answers |= dict.fromkeys((DECLARE, DECLARE_QUEUE), closing(CLOSE, 530)) | {
+        OPEN: closing(CLOSE, 530)
+    }
     with pytest.raises(BrokerUnavailable, match=r"[(]530[)] oops"):
         enqueue_once()
     assert refusals() == {0}

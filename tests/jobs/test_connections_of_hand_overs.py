@@ -1,4 +1,5 @@
-"""The connections to other databases that a hand-over uses: the state in which one job leaves them fails no other job."""
+"""The connections to other databases that a hand-over uses: the state in which one job leaves them
+fails no other job."""
 
 from contextvars import ContextVar
 
@@ -15,7 +16,10 @@ from tests.kit.threads import elsewhere
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])]
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.django_db(transaction=True, databases=["default", "shard_b"]),
+]
 
 
 def end_sessions_of_shard_b():
@@ -24,7 +28,10 @@ def end_sessions_of_shard_b():
 
     def end():
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", [name])
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s",
+                [name],
+            )
 
     elsewhere(end)
 
@@ -67,7 +74,10 @@ def settings_of_project(settings, monkeypatch):
 
 @pytest.mark.parametrize("action", [lose_connection, leave_autocommit_off, begin])
 def test_what_one_hand_over_does_to_a_connection_refuses_only_its_own_job(action):
-    first, later = StagedJobFactory(job_name=f"jobs.{action.__name__}"), StagedJobFactory.create_batch(3)
+    first, later = (
+        StagedJobFactory(job_name=f"jobs.{action.__name__}"),
+        StagedJobFactory.create_batch(3),
+    )
     assert enqueue_once() == EnqueuePass(handed_over=3, refused=1)
     assert StagedJob.objects.get().pk == first.pk
     assert elsewhere(entered) == {str(job.pk) for job in later}
@@ -109,8 +119,12 @@ def test_a_connection_that_is_lost_in_each_batch_of_a_long_pass_refuses_one_job_
     assert sum(found.handed_over for found in counts) == 12
 
 
-def test_a_thread_that_hands_over_after_commit_opens_a_lost_connection_again(settings_of_project, monkeypatch):
-    settings_of_project.IDEMPOTENCY = settings_of_project.IDEMPOTENCY | {"HAND_OVER_AFTER_COMMIT": True}
+def test_a_thread_that_hands_over_after_commit_opens_a_lost_connection_again(
+    settings_of_project, monkeypatch
+):
+    settings_of_project.IDEMPOTENCY = settings_of_project.IDEMPOTENCY | {
+        "HAND_OVER_AFTER_COMMIT": True
+    }
     monkeypatch.setattr(_prompt, "LINGER_SECONDS", 1)
     for number in range(1, 4):
         with transaction.atomic():

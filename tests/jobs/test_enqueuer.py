@@ -1,4 +1,5 @@
-"""The enqueuer: every staged job reaches its broker: in normal running once, through a crash again with the same id."""
+"""The enqueuer: every staged job reaches its broker: in normal running once, through a crash again
+with the same id."""
 
 import os
 import re
@@ -137,11 +138,10 @@ def test_an_enqueuer_that_is_killed_between_hand_over_and_delete_sends_nothing_t
     user = UserFactory()
     [job] = stage(1, job_name="tests.kit.jobs.record", job_args={"user": user.pk})
     stalling = (
-        "import django; django.setup()\n"
-        "from django.test.utils import override_settings\n"
-        "from idempotency.enqueuer import enqueue_once\n"
-        "with override_settings(IDEMPOTENCY={'ENQUEUERS': {'*': 'tests.kit.jobs.StallingBackend'}}):\n"
-        "    enqueue_once()\n"
+        "import django; django.setup()\nfrom django.test.utils import override_settings\nfrom"
+        " idempotency.enqueuer import enqueue_once\nwith"
+        " override_settings(IDEMPOTENCY={'ENQUEUERS': {'*': 'tests.kit.jobs.StallingBackend'}}):\n "
+        "   enqueue_once()\n"
     )
     with start(python=stalling) as process:
         eventually(lambda: queued(broker))
@@ -164,7 +164,10 @@ def test_a_broker_that_is_down_burns_nothing_and_stops_no_other_queue(broker, se
     with pytest.raises(BrokerUnavailable, match=r"2 jobs were handed over.*'down'.*Redis"):
         enqueue_once(batch_size=3)
     assert len(queued(broker)) == 2
-    assert list(StagedJob.objects.values_list("queue", "refusals", "last_error", "failed_at")) == [("down", 0, "", None)] * 3
+    assert (
+        list(StagedJob.objects.values_list("queue", "refusals", "last_error", "failed_at"))
+        == [("down", 0, "", None)] * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,13 +177,20 @@ def test_a_broker_that_is_down_burns_nothing_and_stops_no_other_queue(broker, se
         ({"HOST": "127.0.0.1", "PORT": 1, "PASSWORD": "secret"}, "127.0.0.1:1, database 0"),
         ({"UNIX_SOCKET_PATH": "/nowhere/redis.sock", "DB": 0}, "/nowhere/redis.sock, database 0"),
         (
-            {"SENTINELS": [("127.0.0.1", 1)], "MASTER_NAME": "shop", "PASSWORD": "secret", "SENTINEL_KWARGS": ONE_TRY},
+            {
+                "SENTINELS": [("127.0.0.1", 1)],
+                "MASTER_NAME": "shop",
+                "PASSWORD": "secret",
+                "SENTINEL_KWARGS": ONE_TRY,
+            },
             "the Sentinel service 'shop'",
         ),
     ],
     ids=["url", "host", "socket", "sentinel"],
 )
-def test_the_error_of_a_broker_that_is_down_has_its_address_without_secrets(settings, place, address):
+def test_the_error_of_a_broker_that_is_down_has_its_address_without_secrets(
+    settings, place, address
+):
     settings.RQ_QUEUES = {"down": place}
     rq_backend._queue.cache_clear()
     stage(1, queue="down")
@@ -191,7 +201,8 @@ def test_the_error_of_a_broker_that_is_down_has_its_address_without_secrets(sett
 
 
 def test_what_redis_never_takes_is_refused_and_stops_no_other_job(broker):
-    """Redis closes the connection of a client that sends too much; from 7.4 on the whole MULTI of a batch counts."""
+    """Redis closes the connection of a client that sends too much; from 7.4 on the whole MULTI of a
+    batch counts."""
     blob = b64encode(os.urandom(1_500_000)).decode()  # A queue compresses it to three quarters.
     [large] = stage(1, job_args={"blob": blob}, run_at=timezone.now() - timedelta(hours=1))
     stage(2)
@@ -218,7 +229,9 @@ TAKEN = []
 
 
 def test_a_slow_queue_does_not_delay_the_jobs_of_others(settings, monkeypatch):
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"slow": f"{__name__}.take_slowly", "*": f"{__name__}.take_fast"}}
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"slow": f"{__name__}.take_slowly", "*": f"{__name__}.take_fast"}
+    }
     monkeypatch.setattr(backends, "BATCH_SECONDS", 0.05)
     TAKEN.clear()
     stage(5, queue="slow", run_at=timezone.now() - timedelta(seconds=20))
@@ -247,7 +260,9 @@ def test_slow_queues_take_turns_with_all_others(staged, taken, monkeypatch):
 
     for module in (backends, _batch, enqueuer):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backends.CallableBackend(take_by_case))
+    monkeypatch.setattr(
+        _hand_over, "backend_of", lambda queue, using: backends.CallableBackend(take_by_case)
+    )
     stage_by_age(staged)
     assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=len(staged))
     assert "".join(order) == taken
@@ -275,7 +290,8 @@ def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkey
         with pytest.raises(BrokerUnavailable):
             enqueue_once()
         silent.setblocking(False)
-        for _ in range(2):  # all jobs, and one of them, because it may be the cause; the next pass is the next try
+        # all jobs, and one of them, because it may be the cause; the next pass is the next try
+        for _ in range(2):
             silent.accept()[0].close()
         with pytest.raises(BlockingIOError):
             silent.accept()
@@ -284,7 +300,8 @@ def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkey
 
 @pytest.mark.postgres
 def test_a_slow_broker_does_not_get_the_same_jobs_again(broker, settings):
-    """Otherwise the database ends the idle transaction, the rows stay, and each pass hands them over once more."""
+    """Otherwise the database ends the idle transaction, the rows stay, and each pass hands them
+    over once more."""
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.SlowBackend"}}
     stage(3)
     with connection.cursor() as cursor:
@@ -327,7 +344,9 @@ def too_few_replicas(broker, folder):
 @pytest.mark.parametrize("trouble", [full_disk, too_few_replicas])
 def test_a_broker_that_takes_no_writes_burns_nothing(broker, tmp_path, trouble):
     stage(2)
-    before = {name: broker.config_get(name)[name] for name in ("dir", "save", "min-replicas-to-write")}
+    before = {
+        name: broker.config_get(name)[name] for name in ("dir", "save", "min-replicas-to-write")
+    }
     try:
         trouble(broker, tmp_path)
         with pytest.raises(BrokerUnavailable):
@@ -340,10 +359,15 @@ def test_a_broker_that_takes_no_writes_burns_nothing(broker, tmp_path, trouble):
 
 
 @pytest.mark.parametrize(
-    ("backend", "text"), [("UnbuiltBackend", "nobody listens there"), ("BackendOfATable", "brokers_of_tomorrow")]
+    ("backend", "text"),
+    [("UnbuiltBackend", "nobody listens there"), ("BackendOfATable", "brokers_of_tomorrow")],
 )
-def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(backend, text, broker, settings):
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": f"tests.kit.jobs.{backend}"}}
+def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(
+    backend, text, broker, settings
+):
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": f"tests.kit.jobs.{backend}"}
+    }
     stage(2)
     stage(1, queue="bad", run_at=Now())
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
@@ -368,8 +392,12 @@ def test_a_function_that_yields_takes_no_job_and_loses_none(settings):
 
 
 @pytest.mark.parametrize("path", ["ForgetfulBackend", "MistakenBackend"])
-def test_a_backend_that_does_not_say_what_it_refused_sends_nothing_of_other_queues_again(path, broker, settings):
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": f"tests.kit.jobs.{path}"}}
+def test_a_backend_that_does_not_say_what_it_refused_sends_nothing_of_other_queues_again(
+    path, broker, settings
+):
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": f"tests.kit.jobs.{path}"}
+    }
     stage(2)
     stage(2, queue="bad", job_args=[UserFactory().pk])
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=2)
@@ -385,14 +413,23 @@ def test_a_poison_job_fails_alone(broker, settings):
     assert enqueue_once() == EnqueuePass(handed_over=20, refused=1)
     assert sorted(queued(broker)) == sorted(str(job.pk) for job in good)
     poison.refresh_from_db()
-    assert (poison.refusals, poison.last_error, poison.failed_at) == (1, "ValueError: it cannot be serialised?", None)
+    assert (poison.refusals, poison.last_error, poison.failed_at) == (
+        1,
+        "ValueError: it cannot be serialised?",
+        None,
+    )
     assert poison.run_at > timezone.now()
     assert enqueue_once() == EnqueuePass(), "it waits before it is offered again"
 
 
 def test_a_refused_job_is_given_up_after_a_bounded_number_of_attempts(broker, settings, caplog):
     settings.IDEMPOTENCY = PICKY
-    stage(1, job_name="tests.kit.jobs.poison", refusals=backends.MAX_ATTEMPTS - 1, last_error="refused")
+    stage(
+        1,
+        job_name="tests.kit.jobs.poison",
+        refusals=backends.MAX_ATTEMPTS - 1,
+        last_error="refused",
+    )
     assert enqueue_once() == EnqueuePass(failed=1)
     job = StagedJob.objects.get()
     assert job.refusals == backends.MAX_ATTEMPTS
@@ -490,7 +527,9 @@ class Broker:
         self.error, self.offers = error, []
 
     def hand_over(self, queue, jobs):
-        committed = elsewhere(lambda: StagedJob.objects.filter(queue="a").count()) if queue == "b" else None
+        committed = (
+            elsewhere(lambda: StagedJob.objects.filter(queue="a").count()) if queue == "b" else None
+        )
         self.offers.append((queue, len(jobs), committed))
         if len(jobs) > 1:
             raise RuntimeError("one of them is no job")
@@ -513,9 +552,15 @@ def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, 
 
 @pytest.mark.parametrize(
     ("seconds", "error", "offered"),
-    [(60, None, [3, 1, 1, 1]), (-1, None, [3, 1, 2, 1, 1]), (60, BrokerUnavailable("away"), [3, 1, 1])],
+    [
+        (60, None, [3, 1, 1, 1]),
+        (-1, None, [3, 1, 2, 1, 1]),
+        (60, BrokerUnavailable("away"), [3, 1, 1]),
+    ],
 )
-def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(seconds, error, offered, monkeypatch, caplog):
+def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(
+    seconds, error, offered, monkeypatch, caplog
+):
     caplog.set_level("INFO", logger="idempotency")
     monkeypatch.setattr(backends, "BATCH_SECONDS", seconds)
     monkeypatch.setattr(backends, "MOST_UNAVAILABLE", 2)
@@ -526,8 +571,8 @@ def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(
         assert enqueue_once() == EnqueuePass(handed_over=3)
     assert [number for _, number, _ in broker.offers] == offered
     assert (
-        "queue 'default' refused a batch of 3 jobs, which are handed over one by one: RuntimeError: one of them is no job"
-        in caplog.text
+        "queue 'default' refused a batch of 3 jobs, which are handed over one by one: RuntimeError:"
+        " one of them is no job" in caplog.text
     )
 
 
@@ -561,7 +606,9 @@ class Failing(backends.OneByOne):
 def test_whatever_a_backend_raises_refuses_its_job_and_no_other(error, text, at_once, monkeypatch):
     others = Away()
     failing = Failing(error, at_once=at_once)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: failing if queue == "bad" else others)
+    monkeypatch.setattr(
+        _hand_over, "backend_of", lambda queue, using: failing if queue == "bad" else others
+    )
     stage_by_age(["a", "bad", "b"])
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
     assert others.offers == ["a", "b"]
@@ -569,7 +616,8 @@ def test_whatever_a_backend_raises_refuses_its_job_and_no_other(error, text, at_
 
 
 class Cutting:
-    """A backend during whose first hand-over the connection of the enqueuer is lost. It takes ``most`` jobs at once."""
+    """A backend during whose first hand-over the connection of the enqueuer is lost. It takes
+    ``most`` jobs at once."""
 
     def __init__(self, most):
         self.most, self.sent = most, []
@@ -579,7 +627,8 @@ class Cutting:
             raise RuntimeError("too many jobs")
         self.sent += [job.pk for job in jobs]
         if len(self.sent) <= len(jobs):
-            with connection.cursor() as cursor:  # A pooler tells another id of the process than the server.
+            # A pooler tells another id of the process than the server.
+            with connection.cursor() as cursor:
                 cursor.execute("SELECT pg_backend_pid()")
                 own = cursor.fetchone()
             with psycopg.connect(connection.connection.info.dsn, autocommit=True) as other:
@@ -589,10 +638,15 @@ class Cutting:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize(("most", "sendings"), [(3, 5), (1, 3)])
-def test_no_queue_is_offered_jobs_in_a_transaction_whose_connection_is_lost(most, sendings, monkeypatch):
-    """The first job of the lost hand-over is refused, and the others are handed over in smaller batches."""
+def test_no_queue_is_offered_jobs_in_a_transaction_whose_connection_is_lost(
+    most, sendings, monkeypatch
+):
+    """The first job of the lost hand-over is refused, and the others are handed over in smaller
+    batches."""
     backend, others = Cutting(most), Away()
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backend if queue == "default" else others)
+    monkeypatch.setattr(
+        _hand_over, "backend_of", lambda queue, using: backend if queue == "default" else others
+    )
     stage(3)
     stage(1, queue="other", run_at=timezone.now())
     assert enqueue_once() == EnqueuePass(handed_over=3, refused=1)
@@ -604,7 +658,9 @@ def test_no_other_queue_is_offered_after_the_connection_is_lost(monkeypatch):
     """The backend reports the loss as the refusal of a job."""
     cutting, others = Cutting(1), Away()
     backend = backends.CallableBackend(lambda job: cutting.hand_over(job.queue, [job]))
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backend if queue == "default" else others)
+    monkeypatch.setattr(
+        _hand_over, "backend_of", lambda queue, using: backend if queue == "default" else others
+    )
     stage_by_age(["default", "other"])
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
     assert (len(cutting.sent), others.offers) == (1, ["other"])
@@ -635,7 +691,8 @@ def test_a_backend_may_pass_its_jobs_to_one_that_takes_one_at_a_time(monkeypatch
 
 
 class Away:
-    """A backend that notes the queues of its offers; the queues ``away`` are unavailable for so many offers."""
+    """A backend that notes the queues of its offers; the queues ``away`` are unavailable for so
+    many offers."""
 
     def __init__(self, **away):
         self.away, self.offers = away, []
@@ -670,7 +727,9 @@ def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypa
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
     monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     stage_by_age("acbb")
-    with pytest.raises(BrokerUnavailable, match=r"^3 jobs were handed over.* queue 'a': timed out$"):
+    with pytest.raises(
+        BrokerUnavailable, match=r"^3 jobs were handed over.* queue 'a': timed out$"
+    ):
         enqueue_once(batch_size=1)
     assert "".join(broker.offers) == "acbacaba", "the marks end only after a batch that set none"
     assert sorted(record.args[0] for record in caplog.records) == ["a", "c"]
@@ -691,8 +750,12 @@ def test_a_pass_does_not_wait_for_the_end_of_a_mark(monkeypatch, caplog):
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize(("of_role", "within"), [("0", 10_000), ("1min", 10_000), ("2500ms", 2_500)])
-def test_the_wait_for_a_lock_is_limited_unless_the_limit_of_the_role_is_lower(of_role, within, monkeypatch):
+@pytest.mark.parametrize(
+    ("of_role", "within"), [("0", 10_000), ("1min", 10_000), ("2500ms", 2_500)]
+)
+def test_the_wait_for_a_lock_is_limited_unless_the_limit_of_the_role_is_lower(
+    of_role, within, monkeypatch
+):
     limits = []
 
     class Looking(Broker):
@@ -726,14 +789,23 @@ def refuse(job):
 def test_the_first_refusal_of_a_job_is_logged_once_for_each_name_and_error(settings, caplog):
     """The backlog counts the job only when it has failed, hours or days later."""
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.refuse"}}
-    jobs = [job for name, error in ("ax", "ay", "bx") for job in stage(2, job_name=name, job_args={"error": error})]
+    jobs = [
+        job
+        for name, error in ("ax", "ay", "bx")
+        for job in stage(2, job_name=name, job_args={"error": error})
+    ]
     stage(1, job_name="c", job_args={"error": "again"}, refusals=1)
     assert enqueue_once(batch_size=2) == EnqueuePass(refused=7)
-    logged = [(record.levelname, record.args[1], re.split(r"[ \\]", record.args[3])[1]) for record in caplog.records]
+    logged = [
+        (record.levelname, record.args[1], re.split(r"[ \\]", record.args[3])[1])
+        for record in caplog.records
+    ]
     assert sorted(logged) == [("WARNING", "a", "x"), ("WARNING", "a", "y"), ("WARNING", "b", "x")]
     [number, name, seconds, text] = caplog.records[0].args
     assert (seconds, name) == (10, next(job.job_name for job in jobs if job.pk == number))
-    assert text == StagedJob.objects.get(pk=number).last_error.replace("\n", "\\n"), "it is one line of the log"
+    assert text == StagedJob.objects.get(pk=number).last_error.replace("\n", "\\n"), (
+        "it is one line of the log"
+    )
     StagedJob.objects.update(run_at=Now())
     caplog.clear()
     assert enqueue_once() == EnqueuePass(refused=7)

@@ -57,7 +57,9 @@ def arguments(request: pytest.FixtureRequest, planted: Planted) -> Any:
     ],
     ids=["call_job", "RQ", "Django Tasks"],
 )
-def test_60_error_of_a_job(run: Callable[[str, Any], Any], job: str, arguments: Any, planted: Planted) -> None:
+def test_60_error_of_a_job(
+    run: Callable[[str, Any], Any], job: str, arguments: Any, planted: Planted
+) -> None:
     with pytest.raises(OutOfLuck) as caught:
         run(job, arguments)
     planted.refuse_shown(caught.value, at_least=3)
@@ -66,7 +68,9 @@ def test_60_error_of_a_job(run: Callable[[str, Any], Any], job: str, arguments: 
 @pytest.mark.parametrize("function", [failing, failing_async])
 @pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("with_id", [True, False])
-def test_60_error_of_a_task_of_celery(function: Callable[..., Any], by_name: bool, with_id: bool, planted: Planted) -> None:
+def test_60_error_of_a_task_of_celery(
+    function: Callable[..., Any], by_name: bool, with_id: bool, planted: Planted
+) -> None:
     app = Celery(set_as_current=False, broker="memory://")
     task = app.task(base=OnceTask, max_retries=0)(function)
     args, kwargs = ((), {"card": planted["argument"]}) if by_name else ((planted["argument"],), {})
@@ -91,7 +95,9 @@ def test_60_error_of_a_message(planted: Planted) -> None:
 
 
 @pytest.mark.parametrize("stage", [stage_job, async_to_sync(astage_job)])
-def test_60_error_of_a_receiver_while_a_job_is_staged(stage: Any, arguments: Any, planted: Planted) -> None:
+def test_60_error_of_a_receiver_while_a_job_is_staged(
+    stage: Any, arguments: Any, planted: Planted
+) -> None:
     def receiver(**kwargs: Any) -> None:
         raise OutOfLuck
 
@@ -106,7 +112,9 @@ def test_60_error_of_a_receiver_while_a_job_is_staged(stage: Any, arguments: Any
 
 @pytest.mark.parametrize("value", [object(), "\0", float("nan"), {1: 2}])
 @pytest.mark.parametrize("stage", [stage_job, async_to_sync(astage_job)])
-def test_60_error_of_arguments_that_cannot_be_stored(stage: Any, value: object, planted: Planted) -> None:
+def test_60_error_of_arguments_that_cannot_be_stored(
+    stage: Any, value: object, planted: Planted
+) -> None:
     secret = planted["argument"]
     for args in ({"card": secret, "bad": value}, [secret, value], {"bad": [secret, value]}):
         with pytest.raises(TypeError) as caught, transaction.atomic():
@@ -120,12 +128,20 @@ def taken(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [([1], {}), ([], {"a": 1}), ([1], {"b": 2})])
-def test_60_error_of_a_receiver_while_a_task_is_staged(given: Any, planted: Planted, settings: Settings) -> None:
+def test_60_error_of_a_receiver_while_a_task_is_staged(
+    given: Any, planted: Planted, settings: Settings
+) -> None:
     settings.TASKS = {
-        "default": {"BACKEND": "idempotency.contrib.tasks.StagedBackend", "OPTIONS": {"backend": "worker"}},
+        "default": {
+            "BACKEND": "idempotency.contrib.tasks.StagedBackend",
+            "OPTIONS": {"backend": "worker"},
+        },
         "worker": {"BACKEND": "django_tasks.backends.dummy.DummyBackend"},
     }
-    args, kwargs = ([planted["argument"]] * len(given[0]), dict.fromkeys(given[1], planted["argument"]))
+    args, kwargs = (
+        [planted["argument"]] * len(given[0]),
+        dict.fromkeys(given[1], planted["argument"]),
+    )
 
     def receiver(**kwargs: Any) -> None:
         raise OutOfLuck
@@ -151,7 +167,11 @@ def leave(job: StagedJob) -> None:
 
 @pytest.mark.parametrize("backend", [fail_to_take, leave])
 def test_60_error_of_a_backend(
-    backend: Any, arguments: Any, planted: Planted, settings: Settings, caplog: pytest.LogCaptureFixture
+    backend: Any,
+    arguments: Any,
+    planted: Planted,
+    settings: Settings,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "idempotency")
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.{backend.__name__}"}}

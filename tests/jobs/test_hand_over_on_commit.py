@@ -1,4 +1,5 @@
-"""A hand-over that only queues a callback for COMMIT has handed nothing over: the job stays staged, with the reason."""
+"""A hand-over that only queues a callback for COMMIT has handed nothing over: the job stays staged,
+with the reason."""
 
 import django_rq
 import pytest
@@ -68,8 +69,14 @@ def test_a_job_that_django_rq_queues_on_commit_stays_with_the_reason(broker, set
     StagedJobFactory()
     assert enqueue_once() == EnqueuePass(refused=1)
     job = StagedJob.objects.get()
-    assert (job.refusals, job.failed_at, job.last_error.partition(":")[0]) == (1, None, "HandOverOnCommit")
-    assert queued(broker) == [], "the callback goes with the refusal: no job runs that is offered again"
+    assert (job.refusals, job.failed_at, job.last_error.partition(":")[0]) == (
+        1,
+        None,
+        "HandOverOnCommit",
+    )
+    assert queued(broker) == [], (
+        "the callback goes with the refusal: no job runs that is offered again"
+    )
 
 
 def test_django_rq_as_the_guide_configures_it_takes_the_job(broker, settings):
@@ -108,7 +115,10 @@ def on_the_other_database(job: StagedJob) -> None:
 def test_a_hand_over_that_stages_the_next_job_is_none_of_these(settings, monkeypatch):
     """The attempt after COMMIT is a callback too, and no job depends on it."""
     monkeypatch.setattr(_prompt, "_attempt", lambda alias: None)
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.stages_the_next"}, "HAND_OVER_AFTER_COMMIT": True}
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"*": f"{__name__}.stages_the_next"},
+        "HAND_OVER_AFTER_COMMIT": True,
+    }
     StagedJobFactory(job_args={"of": UserFactory().pk})
     assert enqueue_once() == EnqueuePass(handed_over=2)
     assert not AuditRecord.objects.exists()

@@ -1,4 +1,5 @@
-"""The on_commit hooks of a job are called once at most: one that raises is recorded, and does not repeat the job."""
+"""The on_commit hooks of a job are called once at most: one that raises is recorded, and does not
+repeat the job."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def mark(tmp_path: Path) -> Path:
 
 def errors() -> dict[str, str]:
     """Return the errors of hooks by the ids of their jobs."""
-    return dict(ProcessedMessage.objects.exclude(hook_error="").values_list("message_id", "hook_error"))
+    return dict(
+        ProcessedMessage.objects.exclude(hook_error="").values_list("message_id", "hook_error")
+    )
 
 
 def listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
@@ -63,19 +66,31 @@ def test_a_hook_that_raises_is_recorded_and_the_others_are_called(
     assert queue.idle()
 
 
-def test_an_operator_gets_a_list_of_failed_hooks(mark: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operator_gets_a_list_of_failed_hooks(
+    mark: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     user = UserFactory().pk
     for job_id in IDS:
         run_once(NAME, [user, str(mark)], job_id)
     StagedJobFactory()
     lines = listed(capsys)
-    assert [line.split()[:3] for line in lines[:3]] == [["hook", "failed", job_id] for job_id in IDS]
+    assert [line.split()[:3] for line in lines[:3]] == [
+        ["hook", "failed", job_id] for job_id in IDS
+    ]
     assert f"{NAME}: OSError: the mail server is away" in lines[0]
-    assert (len(lines), len(listed(capsys, "--limit", "2")), len(listed(capsys, "--failed"))) == (4, 2, 3)
-    assert [finding.code for finding in diagnose().findings if finding.code == "hooks_failed"] == ["hooks_failed"]
+    assert (len(lines), len(listed(capsys, "--limit", "2")), len(listed(capsys, "--failed"))) == (
+        4,
+        2,
+        3,
+    )
+    assert [finding.code for finding in diagnose().findings if finding.code == "hooks_failed"] == [
+        "hooks_failed"
+    ]
 
 
-def test_an_operator_removes_the_hooks_from_the_list(mark: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operator_removes_the_hooks_from_the_list(
+    mark: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     user = UserFactory().pk
     for job_id in IDS:
         run_once(NAME, [user, str(mark)], job_id)
@@ -86,7 +101,11 @@ def test_an_operator_removes_the_hooks_from_the_list(mark: Path, capsys: pytest.
     assert (forget_hook_errors(), errors()) == (1, {})
     assert not [finding for finding in diagnose().findings if finding.code == "hooks_failed"]
     run_once(NAME, [user, str(mark)], IDS[0])
-    assert AuditRecord.objects.count() == ProcessedMessage.objects.filter(source=STAGED_JOBS).count() == 3
+    assert (
+        AuditRecord.objects.count()
+        == ProcessedMessage.objects.filter(source=STAGED_JOBS).count()
+        == 3
+    )
 
 
 def test_a_hook_of_an_outer_transaction_is_left_to_that_transaction(mark: Path) -> None:
@@ -114,7 +133,9 @@ def test_each_hook_that_raises_is_recorded(caplog: pytest.LogCaptureFixture) -> 
     assert [word in errors()[IDS[0]] for word in ("'one'", "'two'")] == [True, True]
     assert errors().keys() == {IDS[0]}
     logged = [record for record in caplog.records if record.name == "idempotency"]
-    assert [(record.levelname, IDS[0] in record.message) for record in logged] == [("ERROR", True)] * 2
+    assert [(record.levelname, IDS[0] in record.message) for record in logged] == [
+        ("ERROR", True)
+    ] * 2
     assert all(record.exc_info for record in logged)
 
 

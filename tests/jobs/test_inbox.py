@@ -41,7 +41,8 @@ def deliver(user, *, gate=None, fail=False):
 
 @pytest.fixture
 def first_delivery(monkeypatch):
-    """Run a delivery that holds its transaction open until the test lets it go; the second one is patient."""
+    """Run a delivery that holds its transaction open until the test lets it go; the second one is
+    patient."""
     monkeypatch.setattr(inbox, "WAIT_SECONDS", 60)
     gate, begun = Gate(), []
 
@@ -59,7 +60,11 @@ def first_delivery(monkeypatch):
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_a_transaction_around_it_keeps_its_own_limit(settings):
-    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "INBOX_IDLE_SECONDS": 3600, "LOCK_TIMEOUT_SECONDS": 90}
+    settings.IDEMPOTENCY = {
+        **settings.IDEMPOTENCY,
+        "INBOX_IDLE_SECONDS": 3600,
+        "LOCK_TIMEOUT_SECONDS": 90,
+    }
 
     def limit():
         with connection.cursor() as cursor:
@@ -75,10 +80,15 @@ def test_a_transaction_around_it_keeps_its_own_limit(settings):
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("block", [nullcontext, transaction.atomic])
 def test_without_autocommit_it_is_refused(block):
-    """Nothing would commit the effect: the consumer would acknowledge the message, and the connection would roll it back."""
+    """Nothing would commit the effect: the consumer would acknowledge the message, and the
+    connection would roll it back."""
     transaction.set_autocommit(False)
     try:
-        with pytest.raises(RuntimeError, match="set_autocommit"), block(), process_once("stripe", "evt_1"):
+        with (
+            pytest.raises(RuntimeError, match="set_autocommit"),
+            block(),
+            process_once("stripe", "evt_1"),
+        ):
             Account.objects.create(name="jane")
     finally:
         transaction.rollback()
@@ -184,9 +194,12 @@ def test_the_wait_is_limited_on_the_workers_of_citus_too(citus, monkeypatch):
     monkeypatch.setattr(database_product, "is_citus", lambda connection: citus)
     with CaptureQueriesContext(connection) as captured:
         _first()
-    texts = [query["sql"] or "" for query in captured]  # Django does not know each text that the server has prepared.
+    # Django does not know each text that the server has prepared.
+    texts = [query["sql"] or "" for query in captured]
     limits = [text for text in texts if text.startswith("SET LOCAL lock_timeout")]
-    assert limits == (["SET LOCAL lock_timeout = '5s'", "SET LOCAL lock_timeout = '0'"] if citus else [])
+    assert limits == (
+        ["SET LOCAL lock_timeout = '5s'", "SET LOCAL lock_timeout = '0'"] if citus else []
+    )
 
 
 @pytest.mark.django_db(transaction=True)
@@ -218,7 +231,8 @@ def test_what_is_just_short_enough_is_kept():
 
 @pytest.mark.django_db
 @pytest.mark.parametrize(
-    ("source", "message_id"), [("", "1"), ("s", ""), ("s" * 101, "1"), ("s", "1" * 256), ("s", "a\0"), ("s", 7)]
+    ("source", "message_id"),
+    [("", "1"), ("s", ""), ("s" * 101, "1"), ("s", "1" * 256), ("s", "a\0"), ("s", 7)],
 )
 def test_what_cannot_be_kept_is_refused(source, message_id):
     with pytest.raises(ValueError, match="string of 1 to"), process_once(source, message_id):
@@ -258,11 +272,15 @@ def job_that_closes_its_connection() -> str:
         (job_that_closes_its_connection, DatabaseError),  # a pool raises another one
     ],
 )
-def test_a_job_that_lost_its_transaction_fails_and_leaves_nothing(job: Callable[[], str], error: type[Exception]) -> None:
+def test_a_job_that_lost_its_transaction_fails_and_leaves_nothing(
+    job: Callable[[], str], error: type[Exception]
+) -> None:
     """It returned a value, but RQ must try it again."""
     Account.objects.create(name="taken")
     with pytest.raises(error):
-        rq_backend.run_once(f"{__name__}.{job.__name__}", {}, "00000000-0000-7000-8000-00000000000a")
+        rq_backend.run_once(
+            f"{__name__}.{job.__name__}", {}, "00000000-0000-7000-8000-00000000000a"
+        )
     assert not Entry.objects.exists()
     assert not ProcessedMessage.objects.exists()
 
@@ -331,7 +349,12 @@ def test_a_block_that_rolls_back_the_mark_of_its_message_fails() -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_a_message_may_bring_another_one() -> None:
-    with process_once("queue", "1"), process_once("queue", "2"), transaction.atomic(), process_once("queue", "3") as third:
+    with (
+        process_once("queue", "1"),
+        process_once("queue", "2"),
+        transaction.atomic(),
+        process_once("queue", "3") as third,
+    ):
         assert third
     assert ProcessedMessage.objects.count() == 3
 

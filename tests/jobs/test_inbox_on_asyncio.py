@@ -1,4 +1,5 @@
-"""The inbox in a consumer on asyncio, whose database calls share one thread and so one connection."""
+"""The inbox in a consumer on asyncio, whose database calls share one thread and so one
+connection."""
 
 import asyncio
 import threading
@@ -36,7 +37,8 @@ def consume(consumer: Callable[[], Any]) -> Any:
 
 @pytest.mark.postgres
 def test_a_message_is_refused_while_another_task_of_the_thread_works_on_one() -> None:
-    """Else the work on a message that was taken would be lost with that on the other, which fails."""
+    """Else the work on a message that was taken would be lost with that on the other, which
+    fails."""
 
     async def failing(entered: asyncio.Event, other_done: asyncio.Event) -> None:
         async with process_once("queue", "1"):
@@ -78,7 +80,9 @@ def test_messages_in_threads_of_their_own_know_nothing_of_each_other() -> None:
 
     async def consumer() -> list[Any]:
         all_entered = asyncio.Barrier(4)
-        return await asyncio.gather(*(take(f"{n}", n % 2 == 1, all_entered) for n in range(4)), return_exceptions=True)
+        return await asyncio.gather(
+            *(take(f"{n}", n % 2 == 1, all_entered) for n in range(4)), return_exceptions=True
+        )
 
     assert [type(end) for end in asyncio.run(consumer())] == [type(None), Trouble] * 2
     assert sorted(Entry.objects.values_list("name", flat=True)) == ["0", "2"]

@@ -1,4 +1,5 @@
-"""Which functions a row of the table of staged jobs can run: those of the modules in JOB_MODULES, and no others."""
+"""Which functions a row of the table of staged jobs can run: those of the modules in JOB_MODULES,
+and no others."""
 
 import sys
 from functools import partial
@@ -30,8 +31,12 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 RECORD = "tests.kit.jobs.record"
 RQ = "idempotency.contrib.rq.RQBackend"
-QUERY = "from django.db import connection\nwith connection.cursor() as c: c.execute('SELECT * FROM table_of_tomorrow')\n"
-#: A function of no app, one that a module of an app has imported, something that is no function, and what is not there.
+QUERY = (
+    "from django.db import connection\nwith connection.cursor() as c: c.execute('SELECT * FROM"
+    " table_of_tomorrow')\n"
+)
+#: A function of no app, one that a module of an app has imported, something that is no function,
+#: and what is not there.
 FOREIGN = [
     "os.system",
     "django.contrib.auth.load_backend",
@@ -78,16 +83,23 @@ def test_a_function_that_is_not_on_the_list_is_neither_staged_nor_run(name):
 
 def test_a_module_that_is_not_on_the_list_is_not_imported(broker, settings):
     sys.modules.pop("this", None)
-    for backend in (RQ, "idempotency.contrib.tasks.TasksBackend", "idempotency.contrib.celery.CeleryBackend"):
+    for backend in (
+        RQ,
+        "idempotency.contrib.tasks.TasksBackend",
+        "idempotency.contrib.celery.CeleryBackend",
+    ):
         settings.IDEMPOTENCY = {"ENQUEUERS": {"*": backend}}
         StagedJobFactory(job_name="this.d")
         assert enqueue_once() == EnqueuePass(refused=1)
     assert "this" not in sys.modules
 
 
-@pytest.mark.parametrize("name", [RECORD, *(f"tests.jobs.test_job_modules.{name}" for name in ("on_list", "in_wrapper"))])
+@pytest.mark.parametrize(
+    "name", [RECORD, *(f"tests.jobs.test_job_modules.{name}" for name in ("on_list", "in_wrapper"))]
+)
 def test_by_default_the_functions_of_modules_of_jobs_are_run(name):
-    """Where an object has a function and a way to call it, the function that is checked is called."""
+    """Where an object has a function and a way to call it, the function that is checked is
+    called."""
     call_job(name, [UserFactory().pk])
     assert AuditRecord.objects.count() == 1
 
@@ -114,7 +126,12 @@ def test_a_list_that_permits_more_than_jobs_is_a_warning_of_a_deploy(modules, wi
 
 @pytest.mark.parametrize(
     ("modules", "allowed"),
-    [(["tests.kit.jobs"], True), (["rides_demo", "tests"], True), (["tests.kit.job"], False), (["rides_demo"], False)],
+    [
+        (["tests.kit.jobs"], True),
+        (["rides_demo", "tests"], True),
+        (["tests.kit.job"], False),
+        (["rides_demo"], False),
+    ],
 )
 def test_the_list_takes_the_place_of_the_installed_apps(modules, allowed, settings):
     settings.IDEMPOTENCY = {"JOB_MODULES": modules}
@@ -128,11 +145,17 @@ def test_the_list_takes_the_place_of_the_installed_apps(modules, allowed, settin
 
 
 @pytest.mark.parametrize("backend", [RQ, "idempotency.contrib.celery.CeleryBackend"])
-def test_a_module_that_exits_on_import_stops_no_other_queue(backend, broker, settings, tmp_path, monkeypatch):
-    """For example because the enqueuer lacks a variable of the environment that the web processes have."""
+def test_a_module_that_exits_on_import_stops_no_other_queue(
+    backend, broker, settings, tmp_path, monkeypatch
+):
+    """For example because the enqueuer lacks a variable of the environment that the web processes
+    have."""
     (tmp_path / "jobs_that_exit.py").write_text("raise SystemExit('SHOP_KEY is not set')")
     monkeypatch.syspath_prepend(tmp_path)
-    settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_that_exit", "rides_demo"], "ENQUEUERS": {"other": backend, "*": RQ}}
+    settings.IDEMPOTENCY = {
+        "JOB_MODULES": ["jobs_that_exit", "rides_demo"],
+        "ENQUEUERS": {"other": backend, "*": RQ},
+    }
     StagedJobFactory(job_name="jobs_that_exit.job", queue="other")
     StagedJobFactory()
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
@@ -141,7 +164,9 @@ def test_a_module_that_exits_on_import_stops_no_other_queue(backend, broker, set
     assert error.endswith("SystemExit: SHOP_KEY is not set")
 
 
-def test_a_default_module_of_celery_that_exits_does_not_hide_the_task_of_another(settings, tmp_path, monkeypatch):
+def test_a_default_module_of_celery_that_exits_does_not_hide_the_task_of_another(
+    settings, tmp_path, monkeypatch
+):
     def exit_on_import():
         raise SystemExit("SHOP_KEY is not set")
 
@@ -158,8 +183,11 @@ def test_a_default_module_of_celery_that_exits_does_not_hide_the_task_of_another
         celery_app.tasks.pop("tasks_of_a_shop.receipt", None)
 
 
-def test_the_default_modules_of_celery_are_imported_again_after_an_error_of_the_database(monkeypatch):
-    """For example after the migration. Otherwise the names that they register would be unknown until the next restart."""
+def test_the_default_modules_of_celery_are_imported_again_after_an_error_of_the_database(
+    monkeypatch,
+):
+    """For example after the migration. Otherwise the names that they register would be unknown
+    until the next restart."""
     calls = []
 
     def fail_once():
@@ -182,7 +210,9 @@ def test_the_default_modules_of_celery_are_imported_again_after_an_error_of_the_
         "class Lazy:\n    def __getattr__(self, name): raise RuntimeError(name)\njob = Lazy()",
     ],
 )
-def test_a_module_that_cannot_be_imported_stops_no_other_queue(source, broker, settings, tmp_path, monkeypatch):
+def test_a_module_that_cannot_be_imported_stops_no_other_queue(
+    source, broker, settings, tmp_path, monkeypatch
+):
     (tmp_path / "jobs_of_a_shop.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "jobs_of_a_shop", raising=False)
@@ -190,15 +220,22 @@ def test_a_module_that_cannot_be_imported_stops_no_other_queue(source, broker, s
     StagedJobFactory(job_name="jobs_of_a_shop.job", queue="other")
     StagedJobFactory()
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
-    assert StagedJob.objects.get().last_error.startswith("JobNotAllowed: The job jobs_of_a_shop.job cannot be imported: ")
+    assert StagedJob.objects.get().last_error.startswith(
+        "JobNotAllowed: The job jobs_of_a_shop.job cannot be imported: "
+    )
 
 
 @pytest.mark.parametrize("backend", [RQ, "idempotency.contrib.celery.CeleryBackend"])
-def test_a_module_whose_query_fails_on_import_stops_no_other_queue(backend, broker, settings, tmp_path, monkeypatch):
+def test_a_module_whose_query_fails_on_import_stops_no_other_queue(
+    backend, broker, settings, tmp_path, monkeypatch
+):
     """For example because it is deployed before its migration."""
     (tmp_path / "jobs_that_query.py").write_text(QUERY)
     monkeypatch.syspath_prepend(tmp_path)
-    settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_that_query", "rides_demo"], "ENQUEUERS": {"other": backend, "*": RQ}}
+    settings.IDEMPOTENCY = {
+        "JOB_MODULES": ["jobs_that_query", "rides_demo"],
+        "ENQUEUERS": {"other": backend, "*": RQ},
+    }
     StagedJobFactory()
     StagedJobFactory(job_name="jobs_that_query.job", queue="other")
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
@@ -206,9 +243,13 @@ def test_a_module_whose_query_fails_on_import_stops_no_other_queue(backend, brok
 
 
 @pytest.mark.postgres
-def test_a_module_that_hides_a_failed_query_is_imported_by_the_next_pass(broker, settings, tmp_path, monkeypatch):
+def test_a_module_that_hides_a_failed_query_is_imported_by_the_next_pass(
+    broker, settings, tmp_path, monkeypatch
+):
     monkeypatch.delitem(sys.modules, "jobs_that_hide", raising=False)
-    (tmp_path / "jobs_that_hide.py").write_text(f"try:\n    exec({QUERY!r})\nexcept Exception: pass\ndef job(): pass\n")
+    (tmp_path / "jobs_that_hide.py").write_text(
+        f"try:\n    exec({QUERY!r})\nexcept Exception: pass\ndef job(): pass\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_that_hide", "rides_demo"]}
     StagedJobFactory()
@@ -220,12 +261,18 @@ def test_a_module_that_hides_a_failed_query_is_imported_by_the_next_pass(broker,
 
 
 def test_rows_staged_before_the_deploy_wait_for_one_that_allows_them(broker, settings):
-    old, often = StagedJobFactory(job_name=RECORD), StagedJobFactory(job_name=RECORD, refusals=MAX_ATTEMPTS, last_error="x")
+    old, often = (
+        StagedJobFactory(job_name=RECORD),
+        StagedJobFactory(job_name=RECORD, refusals=MAX_ATTEMPTS, last_error="x"),
+    )
     new = StagedJobFactory()
     settings.IDEMPOTENCY = {"JOB_MODULES": ["rides_demo.jobs"]}
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=2)
     assert queued(broker) == [str(new.pk)]
-    assert set(StagedJob.objects.values_list("pk", "failed_at")) == {(old.pk, None), (often.pk, None)}
+    assert set(StagedJob.objects.values_list("pk", "failed_at")) == {
+        (old.pk, None),
+        (often.pk, None),
+    }
     assert enqueue_once() == EnqueuePass(), "they wait before they are offered again"
     settings.IDEMPOTENCY = {"JOB_MODULES": ["rides_demo.jobs", "tests.kit.jobs"]}
     StagedJob.objects.update(run_at=Now())
@@ -233,7 +280,9 @@ def test_rows_staged_before_the_deploy_wait_for_one_that_allows_them(broker, set
 
 
 def test_a_name_that_no_deploy_knows_within_three_days_is_given_up(broker):
-    StagedJobFactory(job_name="tests.missing.record", refusals=backends.NAME_MAX_ATTEMPTS - 1, last_error="x")
+    StagedJobFactory(
+        job_name="tests.missing.record", refusals=backends.NAME_MAX_ATTEMPTS - 1, last_error="x"
+    )
     assert enqueue_once() == EnqueuePass(failed=1)
     assert "tests.missing.record" in StagedJob.objects.get().last_error
 
@@ -242,8 +291,13 @@ def only_errors(job):
     raise ValueError("it cannot be serialised")
 
 
-@pytest.mark.parametrize(("last_error", "counted"), [("JobNotAllowed: no deploy has it", 1), ("TypeError: JobNotAllowed:", 10)])
-def test_refusals_of_a_name_do_not_count_towards_the_limit_of_other_errors(last_error, counted, settings):
+@pytest.mark.parametrize(
+    ("last_error", "counted"),
+    [("JobNotAllowed: no deploy has it", 1), ("TypeError: JobNotAllowed:", 10)],
+)
+def test_refusals_of_a_name_do_not_count_towards_the_limit_of_other_errors(
+    last_error, counted, settings
+):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.only_errors"}}
     StagedJobFactory(refusals=MAX_ATTEMPTS - 1, last_error=last_error)
     enqueue_once()
@@ -252,7 +306,9 @@ def test_refusals_of_a_name_do_not_count_towards_the_limit_of_other_errors(last_
 
 
 def test_refusals_of_a_name_are_counted_together(broker):
-    StagedJobFactory(job_name="tests.missing.record", refusals=20, last_error="JobNotAllowed: no deploy has it")
+    StagedJobFactory(
+        job_name="tests.missing.record", refusals=20, last_error="JobNotAllowed: no deploy has it"
+    )
     assert enqueue_once() == EnqueuePass(refused=1)
     assert StagedJob.objects.get().refusals == 21
 
@@ -266,7 +322,9 @@ def test_a_function_is_looked_up_once_for_all_jobs_of_a_batch(broker, monkeypatc
 
     function_of = jobs.function_of
     monkeypatch.setattr(jobs, "function_of", lookup)
-    StagedJob.objects.bulk_create(StagedJobFactory.build_batch(20, job_name=RECORD) + StagedJobFactory.build_batch(20))
+    StagedJob.objects.bulk_create(
+        StagedJobFactory.build_batch(20, job_name=RECORD) + StagedJobFactory.build_batch(20)
+    )
     assert enqueue_once() == EnqueuePass(handed_over=40)
     assert sorted(names) == ["rides_demo.jobs.send_ride_receipt", RECORD]
 

@@ -23,7 +23,12 @@ def test_a_job_commits_with_its_transaction():
     with transaction.atomic():
         job = stage_job(JOB, {"order": 1})
     kept = StagedJob.objects.get()
-    assert (kept.pk, kept.job_name, kept.job_args, kept.queue) == (job.pk, JOB, {"order": 1}, "default")
+    assert (kept.pk, kept.job_name, kept.job_args, kept.queue) == (
+        job.pk,
+        JOB,
+        {"order": 1},
+        "default",
+    )
     assert kept.idempotency_key is None
     assert StagedJob.objects.filter(run_at__lte=Now()).exists(), "it is due at once"
 
@@ -85,7 +90,18 @@ def test_ids_are_ordered_by_time():
 
 @pytest.mark.django_db
 @pytest.mark.parametrize(
-    "name", ["", "send", "shop.jobs.", "shop jobs.send", ".send", "a." + "b" * 254, stage_job, None, "a\0.b"]
+    "name",
+    [
+        "",
+        "send",
+        "shop.jobs.",
+        "shop jobs.send",
+        ".send",
+        "a." + "b" * 254,
+        stage_job,
+        None,
+        "a\0.b",
+    ],
 )
 def test_what_is_no_dotted_path_is_refused(name):
     with pytest.raises(ValueError, match="dotted path"):
@@ -144,7 +160,9 @@ def test_a_time_without_a_zone_is_refused():
         stage_job(JOB, run_at=datetime(2026, 1, 1))
 
 
-@pytest.mark.parametrize("name", ["tests.kit.jobs.yielding", "tests.kit.jobs.yielding_in_a_coroutine"])
+@pytest.mark.parametrize(
+    "name", ["tests.kit.jobs.yielding", "tests.kit.jobs.yielding_in_a_coroutine"]
+)
 def test_a_generator_function_fails_in_place_of_doing_nothing(name):
     with pytest.raises(TypeError, match=f"{name} is a generator function"):
         call_job(name, [1])

@@ -1,4 +1,5 @@
-"""Jobs of several databases in one worker process: each job runs in the database of its staged row."""
+"""Jobs of several databases in one worker process: each job runs in the database of its staged
+row."""
 
 from typing import Any
 
@@ -36,7 +37,9 @@ settings.DATABASE_ROUTERS = [GUIDE["TenantRouter"]()]
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.lower())
-def queue(request: pytest.FixtureRequest, broker: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Broker:
+def queue(
+    request: pytest.FixtureRequest, broker: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Broker:
     """Return a queue with the workers of all shards. Its enqueuers have the router too."""
     for backend in (CeleryBackend, TasksBackend):
         monkeypatch.setattr(backend, "follow_up_seconds", 3600)
@@ -56,7 +59,8 @@ def hand_over(alias: str, function: Any, **arguments: str) -> None:
 
 
 def follow_up() -> None:
-    """Let the enqueuers look for each job that is still staged, and hand it over again if it had no effect."""
+    """Let the enqueuers look for each job that is still staged, and hand it over again if it had no
+    effect."""
     for alias in ALIASES:
         StagedJob.objects.using(alias).update(run_at=Now())
         enqueue_once(using=alias)
@@ -65,7 +69,10 @@ def follow_up() -> None:
 def effects() -> dict[str, tuple[list[str], int]]:
     """Return for each database the names of its entries and the number of messages in its inbox."""
     return {
-        alias: (list(Entry.objects.using(alias).values_list("name", flat=True)), ProcessedMessage.objects.using(alias).count())
+        alias: (
+            list(Entry.objects.using(alias).values_list("name", flat=True)),
+            ProcessedMessage.objects.using(alias).count(),
+        )
         for alias in ALIASES
     }
 

@@ -1,4 +1,5 @@
-"""Jobs that a queue may lose stay staged and are offered again: what is counted, what is remembered, and for how long."""
+"""Jobs that a queue may lose stay staged and are offered again: what is counted, what is
+remembered, and for how long."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -54,7 +55,9 @@ class KeepingQueue(ForgetfulQueue):
 
 @pytest.fixture(autouse=True)
 def _queue(settings: Settings) -> None:
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ForgetfulQueue", "kept": f"{__name__}.KeepingQueue"}}
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"*": f"{__name__}.ForgetfulQueue", "kept": f"{__name__}.KeepingQueue"}
+    }
     handed.clear()
     effects.clear()
 
@@ -98,7 +101,11 @@ def given_up() -> StagedJob:
     for _ in range(MAX_ATTEMPTS + 1):
         offer()
     job.refresh_from_db()
-    assert (job.failed_at is None, "NoEffect" in job.last_error, len(handed)) == (False, True, MAX_ATTEMPTS)
+    assert (job.failed_at is None, "NoEffect" in job.last_error, len(handed)) == (
+        False,
+        True,
+        MAX_ATTEMPTS,
+    )
     return job
 
 
@@ -111,13 +118,19 @@ def test_a_job_that_took_effect_after_it_was_given_up_on_is_only_deleted() -> No
 
 
 def test_the_reaper_looks_again_for_the_effects_of_failed_jobs() -> None:
-    """Otherwise a job whose worker was away for hours would be on the list of failed jobs until a person looks."""
+    """Otherwise a job whose worker was away for hours would be on the list of failed jobs until a
+    person looks."""
     done = given_up()
     work()
-    also_done = StagedJobFactory(failed_at=done.failed_at, last_error="LookupError: It was refused after its first hand-over.")
+    also_done = StagedJobFactory(
+        failed_at=done.failed_at,
+        last_error="LookupError: It was refused after its first hand-over.",
+    )
     handed.append(also_done.pk)
     work()
-    others = [StagedJobFactory(failed_at=Now(), last_error="NoEffect: x") for _ in range(3)] + [StagedJobFactory()]
+    others = [StagedJobFactory(failed_at=Now(), last_error="NoEffect: x") for _ in range(3)] + [
+        StagedJobFactory()
+    ]
     assert reap_once(batch_size=2) == ReapPass()
     assert set(StagedJob.objects.values_list("pk", flat=True)) == {job.pk for job in others}
     assert forget() == ReapPass(messages=2)
@@ -196,7 +209,9 @@ def test_a_row_that_points_at_a_job_is_treated_as_its_model_says(pointing: Any) 
     assert check_references(None) == []
 
 
-@pytest.mark.parametrize("pointing", [models.PROTECT, models.RESTRICT, models.DO_NOTHING], indirect=True)
+@pytest.mark.parametrize(
+    "pointing", [models.PROTECT, models.RESTRICT, models.DO_NOTHING], indirect=True
+)
 def test_a_row_that_would_keep_a_job_is_an_error(pointing: Any) -> None:
     (error,) = check_references(None)
     assert error.id == "idempotency.E010"
@@ -205,8 +220,8 @@ def test_a_row_that_would_keep_a_job_is_an_error(pointing: Any) -> None:
 
 @pytest.mark.parametrize("seconds", [0, 0.9, -1, float("nan"), float("inf"), 1e9, Decimal(30)])
 def test_a_job_is_offered_again_after_a_second_to_ten_years(seconds: Any) -> None:
-    """A job that is due at once would be handed over in the same pass without end. A time that cannot be stored would roll
-    back the batch after the hand-over."""
+    """A job that is due at once would be handed over in the same pass without end. A time that
+    cannot be stored would roll back the batch after the hand-over."""
     with pytest.raises(ValueError, match="number of seconds from 1 to"):
         OfferAgain(seconds)
 
@@ -215,7 +230,8 @@ def test_a_job_is_offered_again_after_a_second_to_ten_years(seconds: Any) -> Non
 def test_a_queue_with_a_time_that_cannot_be_stored_gets_no_job(
     seconds: Any, handed_over: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise each pass would hand the job over, and count it as refused. A time that only grows too long is cut."""
+    """Otherwise each pass would hand the job over, and count it as refused. A time that only grows
+    too long is cut."""
     monkeypatch.setattr(ForgetfulQueue, "follow_up_seconds", seconds)
     StagedJobFactory(hand_overs=1)
     assert enqueue_once() == EnqueuePass(handed_over=handed_over, refused=1 - handed_over)
@@ -223,14 +239,22 @@ def test_a_queue_with_a_time_that_cannot_be_stored_gets_no_job(
 
 
 @pytest.mark.postgres
-def test_a_job_whose_effect_cannot_be_looked_up_is_not_handed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_effect_cannot_be_looked_up_is_not_handed_over_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backends, "BROKER_TIMEOUT_SECONDS", 1)
     forgotten, new, kept = StagedJobFactory(), StagedJobFactory(), StagedJobFactory(queue="kept")
     StagedJob.objects.exclude(pk=new.pk).update(hand_overs=1)
     with (
         held_transaction(partial(lock_table, "idempotency_processedmessage")),
-        pytest.raises(BrokerUnavailable, match=r"^1 jobs were handed over.* queue 'default': The inbox cannot be read"),
+        pytest.raises(
+            BrokerUnavailable,
+            match=r"^1 jobs were handed over.* queue 'default': The inbox cannot be read",
+        ),
     ):
         offer()
     assert handed == [kept.pk]
-    assert set(StagedJob.objects.values_list("pk", "refusals", "hand_overs")) == {(forgotten.pk, 0, 1), (new.pk, 0, 0)}
+    assert set(StagedJob.objects.values_list("pk", "refusals", "hand_overs")) == {
+        (forgotten.pk, 0, 1),
+        (new.pk, 0, 0),
+    }

@@ -34,7 +34,9 @@ def small_batches(settings, monkeypatch):
 
 def stage(*sizes, letters=1):
     for size in sizes:
-        StagedJobFactory(job_args={"text": "".join(random.choices("abcdefghijklmnop"[:letters], k=size))})
+        StagedJobFactory(
+            job_args={"text": "".join(random.choices("abcdefghijklmnop"[:letters], k=size))}
+        )
 
 
 @pytest.mark.parametrize("letters", [1, 16], ids=["compressible", "random"])

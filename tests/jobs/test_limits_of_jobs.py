@@ -1,4 +1,5 @@
-"""Limits of time and outages: a run that a limit ended counts as a try, a run without a database does not."""
+"""Limits of time and outages: a run that a limit ended counts as a try, a run without a database
+does not."""
 
 import threading
 from collections.abc import Callable
@@ -45,7 +46,10 @@ def work_for_long() -> None:
 def exceed_temporary_files() -> None:
     with connection.cursor() as cursor:
         cursor.execute("SET LOCAL temp_file_limit = 0; SET LOCAL work_mem = '64kB'")
-        cursor.execute("SELECT count(*) FROM (SELECT g FROM generate_series(1, 200000) AS g ORDER BY g DESC) AS s")
+        cursor.execute(
+            "SELECT count(*) FROM (SELECT g FROM generate_series(1, 200000) AS g ORDER BY g DESC)"
+            " AS s"
+        )
 
 
 def use_a_closed_cursor() -> None:
@@ -114,7 +118,9 @@ def test_a_run_that_a_limit_ends_counts_as_a_try(
 
 
 @pytest.mark.parametrize("run", WORKERS)
-def test_a_run_whose_connection_is_lost_is_no_try(run: Callable[[Callable[[], None]], bool]) -> None:
+def test_a_run_whose_connection_is_lost_is_no_try(
+    run: Callable[[Callable[[], None]], bool],
+) -> None:
     assert not run(lose_the_connection)
     with writable_at_the_end():
         allow_connections(False)
@@ -123,7 +129,8 @@ def test_a_run_whose_connection_is_lost_is_no_try(run: Callable[[Callable[[], No
 
 @pytest.mark.processes
 def test_a_job_of_rq_outlives_an_outage_of_the_database(broker: Any, tmp_path: Path) -> None:
-    """The staged row is gone, and RQ keeps the job only while it has tries left. The job also asks for a second run itself."""
+    """The staged row is gone, and RQ keeps the job only while it has tries left. The job also asks
+    for a second run itself."""
     arguments = [UserFactory().pk, str(tmp_path / "mark")]
     job = StagedJobFactory(job_name="tests.kit.jobs.record_after_a_retry", job_args=arguments)
     enqueue_once()
@@ -140,7 +147,8 @@ def test_a_job_of_rq_outlives_an_outage_of_the_database(broker: Any, tmp_path: P
 
 @pytest.mark.parametrize("limit", ["statement_timeout", "lock_timeout", "transaction_timeout"])
 def test_a_delivery_that_waits_longer_than_the_role_may_is_in_progress(limit: str) -> None:
-    """It is refused so that it comes back, in place of an error that a queue counts and that a webhook answers with 500."""
+    """It is refused so that it comes back, in place of an error that a queue counts and that a
+    webhook answers with 500."""
     gate = Gate()
 
     def first() -> None:
@@ -150,7 +158,11 @@ def test_a_delivery_that_waits_longer_than_the_role_may_is_in_progress(limit: st
     with background(first):
         gate.wait_until_reached()
         try:
-            with session_setting(limit, "200"), pytest.raises(MessageInProgress), process_once("stripe", "evt_1"):
+            with (
+                session_setting(limit, "200"),
+                pytest.raises(MessageInProgress),
+                process_once("stripe", "evt_1"),
+            ):
                 pass
         finally:
             gate.open()

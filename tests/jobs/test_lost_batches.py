@@ -1,5 +1,5 @@
-"""Batches whose results cannot be written: time limits, lost connections and rows that cannot be deleted. No job is handed over
-again and again."""
+"""Batches whose results cannot be written: time limits, lost connections and rows that cannot be
+deleted. No job is handed over again and again."""
 
 import os
 import time
@@ -98,10 +98,16 @@ with override_settings(IDEMPOTENCY={{"ENQUEUERS": {{"*": "{__name__}.write_down"
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["send"], indirect=True)
-def test_two_loops_whose_batches_would_exceed_a_time_limit_send_each_job_once(tmp_path, monkeypatch):
+def test_two_loops_whose_batches_would_exceed_a_time_limit_send_each_job_once(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("SENT", str(tmp_path / "sent"))
     jobs = stage(100)
-    with limited("transaction_timeout", "4s"), start(python=LOOP) as one, start(python=LOOP) as other:
+    with (
+        limited("transaction_timeout", "4s"),
+        start(python=LOOP) as one,
+        start(python=LOOP) as other,
+    ):
         eventually(lambda: not StagedJob.objects.exists())
         jobs += stage(1)
         eventually(lambda: not StagedJob.objects.exists())
@@ -119,7 +125,9 @@ def note_limits(job):
 
 @pytest.mark.parametrize("backend", ["note_limits"], indirect=True)
 @pytest.mark.parametrize("merged", [True, False], ids=["merged", "one by one"])
-@pytest.mark.parametrize(("given", "found"), [(("5s", "500ms"), ("5s", "500ms")), (("1h", "2min"), ("90s", "10s"))])
+@pytest.mark.parametrize(
+    ("given", "found"), [(("5s", "500ms"), ("5s", "500ms")), (("1h", "2min"), ("90s", "10s"))]
+)
 def test_a_batch_only_lowers_the_time_limits_of_a_role(given, found, merged, settings):
     settings.IDEMPOTENCY |= {"MERGE_ROUND_TRIPS": merged}
     with limited(IDLE, given[0]), limited(LOCK, given[1]):
@@ -166,7 +174,10 @@ def trigger(event, when="true", *, body=RAISE, deferred=False):
     kind = "CONSTRAINT TRIGGER keep AFTER" if deferred else "TRIGGER keep BEFORE"
     mode = "DEFERRABLE INITIALLY DEFERRED" if deferred else ""
     execute(f"CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$")
-    execute(f"CREATE {kind} {event} ON {StagedJob._meta.db_table} {mode} FOR EACH ROW WHEN ({when}) EXECUTE FUNCTION keep()")
+    execute(
+        f"CREATE {kind} {event} ON {StagedJob._meta.db_table} {mode} FOR EACH ROW WHEN ({when})"
+        " EXECUTE FUNCTION keep()"
+    )
     try:
         yield
     finally:
@@ -182,10 +193,14 @@ def test_a_job_whose_row_cannot_be_deleted_is_sent_once(body):
             due_now()
             assert enqueue_once() == EnqueuePass(refused=3)
             assert set(StagedJob.objects.values_list("refusals", flat=True)) == {refusals}
-        assert [finding.code for finding in diagnose().findings if "job" in finding.code] == ["jobs_not_deleted"]
+        assert [finding.code for finding in diagnose().findings if "job" in finding.code] == [
+            "jobs_not_deleted"
+        ]
         due_now()
         assert enqueue_once() == EnqueuePass(failed=3)
-    assert {error.partition(":")[0] for error in StagedJob.objects.values_list("last_error", flat=True)} == {"NotDeleted"}
+    assert {
+        error.partition(":")[0] for error in StagedJob.objects.values_list("last_error", flat=True)
+    } == {"NotDeleted"}
     retry_jobs()
     assert enqueue_once() == EnqueuePass()
     assert (sent, StagedJob.objects.count()) == (jobs, 0)
@@ -197,7 +212,10 @@ def due_now():
 
 def test_a_deletion_that_exceeds_a_time_limit_is_repeated_row_by_row():
     jobs = stage(20)
-    with trigger("DELETE", body="PERFORM pg_sleep(0.03); RETURN OLD"), database_setting("statement_timeout", "300ms"):
+    with (
+        trigger("DELETE", body="PERFORM pg_sleep(0.03); RETURN OLD"),
+        database_setting("statement_timeout", "300ms"),
+    ):
         assert enqueue_once() == EnqueuePass(handed_over=20, refused=20)
         due_now()
         assert enqueue_once() == EnqueuePass()
@@ -217,7 +235,10 @@ def test_a_role_without_the_right_to_delete_sends_each_job_once():
         execute("RESET ROLE")
         execute("DROP OWNED BY sender")
         execute("DROP ROLE sender")
-    assert all("permission denied" in error for error in StagedJob.objects.values_list("last_error", flat=True))
+    assert all(
+        "permission denied" in error
+        for error in StagedJob.objects.values_list("last_error", flat=True)
+    )
     due_now()
     assert enqueue_once() == EnqueuePass()
     assert (sent, StagedJob.objects.count()) == (jobs, 0)

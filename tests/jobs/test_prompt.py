@@ -19,7 +19,10 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @pytest.fixture
 def attempts(settings, monkeypatch):
     """Turn the attempts on, into a function of this process; the threads end with the test."""
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.take"}, "HAND_OVER_AFTER_COMMIT": True}
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"*": "tests.kit.jobs.take"},
+        "HAND_OVER_AFTER_COMMIT": True,
+    }
     monkeypatch.setattr(_prompt, "LINGER_SECONDS", 0.2)
     monkeypatch.setattr(_prompt, "PAUSE_SECONDS", 600)
     monkeypatch.setattr(_prompt, "_paused_until", 0.0)
@@ -60,7 +63,9 @@ def test_work_that_is_rolled_back_hands_nothing_over(attempts):
 
 
 def test_a_broker_that_is_down_is_left_to_the_enqueuer_for_a_while(attempts, caplog):
-    attempts.IDEMPOTENCY = attempts.IDEMPOTENCY | {"ENQUEUERS": {"*": "tests.kit.jobs.nobody_takes"}}
+    attempts.IDEMPOTENCY = attempts.IDEMPOTENCY | {
+        "ENQUEUERS": {"*": "tests.kit.jobs.nobody_takes"}
+    }
     with caplog.at_level(logging.INFO, logger="idempotency"):
         stage(UserFactory())
         eventually(lambda: "HAND_OVER_AFTER_COMMIT pauses" in caplog.text)

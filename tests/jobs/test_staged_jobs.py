@@ -1,4 +1,5 @@
-"""What waits for the enqueuer and what it gave up on: ``backlog()``, ``manage.py staged_jobs``; a function as a backend."""
+"""What waits for the enqueuer and what it gave up on: ``backlog()``, ``manage.py staged_jobs``; a
+function as a backend."""
 
 import json
 import time
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def failed(**values):
-    return StagedJobFactory(failed_at=timezone.now(), refusals=10, last_error="ValueError: it cannot", **values)
+    return StagedJobFactory(
+        failed_at=timezone.now(), refusals=10, last_error="ValueError: it cannot", **values
+    )
 
 
 def test_the_backlog_is_measured_from_when_jobs_were_due():
@@ -47,7 +50,9 @@ def test_list_shows_failed_jobs_first_with_their_errors(capsys):
     call_command("staged_jobs", "list")
     first, second = capsys.readouterr().out.splitlines()
     assert (
-        first == f"failed  {given_up.pk}  0 hand-overs  10 refusals  {given_up.queue}  shop.jobs.poison  ValueError: it cannot"
+        first
+        == f"failed  {given_up.pk}  0 hand-overs  10 refusals  {given_up.queue}  shop.jobs.poison "
+        " ValueError: it cannot"
     )
     assert second.startswith("due ")
     assert str(waiting.pk) in second
@@ -56,7 +61,9 @@ def test_list_shows_failed_jobs_first_with_their_errors(capsys):
 
 
 def test_list_prints_nothing_on_which_a_terminal_acts(capsys):
-    StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: \x1b[2Jgone\x07 ü", queue="a\x1bb")
+    StagedJobFactory(
+        failed_at=timezone.now(), last_error="ValueError: \x1b[2Jgone\x07 ü", queue="a\x1bb"
+    )
     call_command("staged_jobs", "list")
     (line,) = capsys.readouterr().out.splitlines()
     assert line.isprintable()
@@ -84,7 +91,9 @@ def test_purge_deletes_failed_jobs_alone(capsys):
     assert StagedJob.objects.get() == waiting
 
 
-@pytest.mark.parametrize("arguments", [[], ["retry"], ["purge", "not-an-id"], ["purge", "--all", "x"], ["unknown"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["retry"], ["purge", "not-an-id"], ["purge", "--all", "x"], ["unknown"]]
+)
 def test_a_wrong_argument_changes_nothing(arguments, capsys):
     failed()
     with pytest.raises((SystemExit, CommandError)):
@@ -114,13 +123,18 @@ def take_slowly(job):
     time.sleep(0.01)
 
 
-def test_a_slow_broker_that_takes_each_job_gets_all_of_them_in_several_batches(settings, monkeypatch):
-    """Otherwise the transaction would outlive the database's patience. No broker is unavailable, so the pass does not fail."""
+def test_a_slow_broker_that_takes_each_job_gets_all_of_them_in_several_batches(
+    settings, monkeypatch
+):
+    """Otherwise the transaction would outlive the database's patience. No broker is unavailable, so
+    the pass does not fail."""
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take_slowly"}}
     monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
     stops = []
     stage_three()
-    assert enqueue_once(stop=lambda: bool(stops.append(StagedJob.objects.count()))) == EnqueuePass(handed_over=3)
+    assert enqueue_once(stop=lambda: bool(stops.append(StagedJob.objects.count()))) == EnqueuePass(
+        handed_over=3
+    )
     assert stops == [3, 2, 1, 0], "one job in each batch"
     assert AuditRecord.objects.count() == 3
 

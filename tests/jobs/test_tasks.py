@@ -20,7 +20,11 @@ from tests.kit.commands import start
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-STAGED = {"BACKEND": "idempotency.contrib.tasks.StagedBackend", "OPTIONS": {"backend": "worker"}, "QUEUES": ["default", "mail"]}
+STAGED = {
+    "BACKEND": "idempotency.contrib.tasks.StagedBackend",
+    "OPTIONS": {"backend": "worker"},
+    "QUEUES": ["default", "mail"],
+}
 WORKER = {"BACKEND": "django_tasks_db.DatabaseBackend", "QUEUES": ["default", "mail"]}
 
 record = task(jobs.record)
@@ -53,7 +57,11 @@ def test_a_task_is_staged_with_the_transaction_and_not_without_it():
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "expected"),
-    [((), {"user": 1}, {"user": 1}), ((1,), {"label": "x"}, {"user": 1, "label": "x"}), ((), {}, [])],
+    [
+        ((), {"user": 1}, {"user": 1}),
+        ((1,), {"label": "x"}, {"user": 1, "label": "x"}),
+        ((), {}, []),
+    ],
 )
 def test_arguments_keep_their_names(args, kwargs, expected):
     with transaction.atomic():
@@ -80,7 +88,11 @@ def test_a_function_that_takes_anything_by_name_gets_what_it_was_given(args, kwa
     function, name = (note_by_name, "note_by_name") if kwargs else (note, "note")
     with transaction.atomic():
         task(function).enqueue(*args, **kwargs)
-    run_once(f"tests.jobs.test_tasks.{name}", StagedJob.objects.get().job_args, "00000000-0000-7000-8000-000000000002")
+    run_once(
+        f"tests.jobs.test_tasks.{name}",
+        StagedJob.objects.get().job_args,
+        "00000000-0000-7000-8000-000000000002",
+    )
     function(*args, **kwargs)
     assert called_with[0] == called_with[1]
 
@@ -105,7 +117,11 @@ def test_the_enqueuer_hands_it_to_the_backend_with_the_workers():
         result = record.using(queue_name="mail").enqueue(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     row = DBTaskResult.objects.get()
-    assert (row.task_path, row.backend_name, row.queue_name) == ("idempotency.contrib.tasks.run_staged", "worker", "mail")
+    assert (row.task_path, row.backend_name, row.queue_name) == (
+        "idempotency.contrib.tasks.run_staged",
+        "worker",
+        "mail",
+    )
     assert row.args_kwargs["args"] == ["tests.kit.jobs.record", [1], result.id, "default"]
 
 
@@ -145,9 +161,9 @@ def test_a_backend_without_workers_behind_it_is_named(settings):
 def test_it_is_the_default_backend_from_the_start_of_the_process():
     """The task of this very package asks for the default backend while its module is imported."""
     code = (
-        f"import tests.settings; tests.settings.TASKS = {{'default': {STAGED!r}, 'worker': {WORKER!r}}}\n"
-        "import django; django.setup()\n"
-        "from tests.jobs.test_tasks import record; print(type(record.get_backend()).__name__)"
+        f"import tests.settings; tests.settings.TASKS = {{'default': {STAGED!r}, 'worker':"
+        f" {WORKER!r}}}\nimport django; django.setup()\nfrom tests.jobs.test_tasks import record;"
+        " print(type(record.get_backend()).__name__)"
     )
     with start(python=code) as process:
         output, errors = process.communicate(timeout=60)

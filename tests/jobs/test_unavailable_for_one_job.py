@@ -1,4 +1,5 @@
-"""A broker that is unavailable for some jobs only: a partner that answers 503 for them, or closes the connection."""
+"""A broker that is unavailable for some jobs only: a partner that answers 503 for them, or closes
+the connection."""
 
 from collections import Counter
 from contextlib import suppress

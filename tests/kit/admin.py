@@ -11,7 +11,8 @@ KEYS = "/admin/idempotency/idempotencykey/"
 
 
 def person(*permissions: str) -> Client:
-    """Return a client that is signed in as staff with these permissions, or as a superuser if none are given."""
+    """Return a client that is signed in as staff with these permissions, or as a superuser if none
+    are given."""
     user = UserFactory(is_staff=True, is_superuser=not permissions)
     user.user_permissions.add(*Permission.objects.filter(codename__in=permissions))
     client = Client()

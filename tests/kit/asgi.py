@@ -14,9 +14,21 @@ from tests.kit.threads import WAIT_SECONDS
 
 async def begin(path: str, key: str, body: bytes) -> ApplicationCommunicator:
     """Send one request to Django's ASGI handler, like a server."""
-    sent = {"host": "testserver", "idempotency-key": key, "content-type": "application/json", "content-length": str(len(body))}
+    sent = {
+        "host": "testserver",
+        "idempotency-key": key,
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+    }
     headers = [(name.encode(), value.encode()) for name, value in sent.items()]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "http_version": "1.1"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+        "http_version": "1.1",
+    }
     application = ApplicationCommunicator(ASGIHandler(), scope)
     await application.send_input({"type": "http.request", "body": body})
     return application
@@ -28,7 +40,11 @@ async def ask(path: str, key: str, body: bytes = b"{}") -> tuple[int, dict[str, 
     start = await application.receive_output(WAIT_SECONDS)
     content = await application.receive_output(WAIT_SECONDS)
     await application.wait(WAIT_SECONDS)
-    return start["status"], {name.decode(): value.decode() for name, value in start["headers"]}, content["body"]
+    return (
+        start["status"],
+        {name.decode(): value.decode() for name, value in start["headers"]},
+        content["body"],
+    )
 
 
 def run(scenario: Callable[[], Any]) -> None:

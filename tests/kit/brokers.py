@@ -1,4 +1,5 @@
-"""The queues of the suite in ``test_backends.py``: RQ, Celery, Django Tasks, each with real worker processes."""
+"""The queues of the suite in ``test_backends.py``: RQ, Celery, Django Tasks, each with real worker
+processes."""
 
 import select
 import socket
@@ -22,7 +23,8 @@ from tests.kit.commands import start
 from tests.kit.database import held_transaction, lock_table
 from tests.kit.waiting import eventually
 
-#: The duration of a pass over a line that is held back. A pass over an open line takes as long as Redis syncs its disk.
+#: The duration of a pass over a line that is held back. A pass over an open line takes as long as
+#: Redis syncs its disk.
 IMPATIENCE_SECONDS = 2
 
 _WORKER = """
@@ -92,12 +94,14 @@ class Broker:
 
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
-        """Let the enqueuer connect to Redis only at ``url``, with timeouts of ``IMPATIENCE_SECONDS``."""
+        """Let the enqueuer connect to Redis only at ``url``, with timeouts of
+        ``IMPATIENCE_SECONDS``."""
         raise NotImplementedError
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Keep a worker running in the block. A worker that dies is replaced, as by a process manager."""
+        """Keep a worker running in the block. A worker that dies is replaced, as by a process
+        manager."""
         ended = threading.Event()
 
         def supervise() -> None:
@@ -117,7 +121,8 @@ class Broker:
             supervisor.join()
 
     def work(self, until: Callable[[], Any]) -> None:
-        """Run a worker and the enqueuer until ``until`` is true and no work is left, at most two minutes."""
+        """Run a worker and the enqueuer until ``until`` is true and no work is left, at most two
+        minutes."""
 
         def done() -> bool:
             enqueuer.enqueue_once()
@@ -131,7 +136,10 @@ class Rq(Broker):
     """RQ."""
 
     backend = "idempotency.contrib.rq.RQBackend"
-    worker = "from django.core.management import call_command; call_command('rqworker', 'default', '--with-scheduler')"
+    worker = (
+        "from django.core.management import call_command; call_command('rqworker', 'default',"
+        " '--with-scheduler')"
+    )
     follows_up = False
     poison = ({"queue": "nowhere"}, "RQ_QUEUES has no queue 'nowhere'")
 
@@ -157,9 +165,9 @@ class Celery(Broker):
 
     backend = "idempotency.contrib.celery.CeleryBackend"
     worker = (
-        "from tests.kit.celery_app import app\n"
-        "app.worker_main(['worker', '--pool=prefork', '--concurrency=1', '--loglevel=CRITICAL', '--without-gossip', "
-        "'--without-mingle', '--without-heartbeat'])"
+        "from tests.kit.celery_app import app\napp.worker_main(['worker', '--pool=prefork',"
+        " '--concurrency=1', '--loglevel=CRITICAL', '--without-gossip', '--without-mingle',"
+        " '--without-heartbeat'])"
     )
     poison = ({"job_name": "shop.jobs.unknown"}, "No Celery task has the name 'shop.jobs.unknown'")
 
@@ -205,7 +213,8 @@ class Tasks(Broker):
 
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
-        """Only set the timeout: these tasks do not use Redis. ``tasks_table_locked`` blocks their table."""
+        """Only set the timeout: these tasks do not use Redis. ``tasks_table_locked`` blocks their
+        table."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backends, "BROKER_TIMEOUT_SECONDS", IMPATIENCE_SECONDS)
             yield

@@ -17,7 +17,8 @@ app.conf.update(worker_hijack_root_logger=False, broker_connection_retry_on_star
 
 @app.on_after_finalize.connect
 def register_tasks(sender: Celery, **kwargs: object) -> None:
-    """Register as tasks the functions that RQ and Django Tasks run directly, under the same names."""
+    """Register as tasks the functions that RQ and Django Tasks run directly, under the same
+    names."""
     from tests.kit import jobs
 
     for name, function in vars(jobs).items():

@@ -8,6 +8,7 @@ SEED = os.environ.get("TEST_SEED", "1")
 
 
 def chance(of: object = "") -> random.Random:
-    """Return a random generator that depends on the seed and on ``of``; the output of a failing test has the seed."""
+    """Return a random generator that depends on the seed and on ``of``; the output of a failing
+    test has the seed."""
     print(f"To repeat it: TEST_SEED={SEED}")  # noqa: T201
     return random.Random(f"{SEED} {of}")

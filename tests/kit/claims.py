@@ -11,7 +11,9 @@ from idempotency.models import IdempotencyKey
 POINTS = ("started", "paid")
 
 
-def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:one") -> ClaimedRequest:
+def request(
+    key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:one"
+) -> ClaimedRequest:
     """Return the description of a request that the HTTP layer would pass."""
     return ClaimedRequest(
         scope=scope,
@@ -39,10 +41,14 @@ def claim(described: ClaimedRequest | None = None) -> claims.Claim:
 def claim_plain(described: ClaimedRequest | None = None) -> claims.Claim:
     """Claim a key like a plain view."""
     described = described or request()
-    return claims.claim_plain(described, using="default", first=claims.first_of_plain(described, using="default"))
+    return claims.claim_plain(
+        described, using="default", first=claims.first_of_plain(described, using="default")
+    )
 
 
-def claim_as_completer(key: IdempotencyKey, *, delay: float = 60, early: bool = False) -> IdempotencyKey | None:
+def claim_as_completer(
+    key: IdempotencyKey, *, delay: float = 60, early: bool = False
+) -> IdempotencyKey | None:
     """Claim a key like the completer."""
     return claims.claim_by_id(key.pk, delay_seconds=delay, using="default", early=early)
 

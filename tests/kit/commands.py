@@ -24,7 +24,9 @@ def database_url() -> str:
     if connection.vendor == "sqlite":
         return f"sqlite:///{parts['NAME']}"
     host = parts["HOST"] or parts["OPTIONS"].get("host", "")
-    login = quote(parts["USER"]) + (f":{quote(parts['PASSWORD'], safe='')}" if parts["PASSWORD"] else "")
+    login = quote(parts["USER"]) + (
+        f":{quote(parts['PASSWORD'], safe='')}" if parts["PASSWORD"] else ""
+    )
     if host.startswith("/"):
         return f"postgresql://{login}@/{parts['NAME']}?host={quote(host)}"
     return f"postgresql://{login}@{host}:{parts['PORT'] or 5432}/{parts['NAME']}"
@@ -32,7 +34,11 @@ def database_url() -> str:
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a child process that uses the test's database and Redis."""
-    own = {"DATABASE_URL": database_url(), "REDIS_URL": settings.REDIS_URL, "DJANGO_SETTINGS_MODULE": "tests.settings"}
+    own = {
+        "DATABASE_URL": database_url(),
+        "REDIS_URL": settings.REDIS_URL,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+    }
     return {**os.environ, **own, "PYTHONUNBUFFERED": "1", **changes}
 
 
@@ -40,10 +46,15 @@ def environment(**changes: str) -> dict[str, str]:
 def start(
     *arguments: str, python: str | None = None, stdout: int = subprocess.PIPE, **changes: str
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Start a management command, or the code ``python``; ``communicate()`` returns its output. The block's end kills it."""
-    command = [sys.executable, "-c", python] if python else [sys.executable, "-m", "django", *arguments]
+    """Start a management command, or the code ``python``; ``communicate()`` returns its output. The
+    block's end kills it."""
+    command = (
+        [sys.executable, "-c", python] if python else [sys.executable, "-m", "django", *arguments]
+    )
     options: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment(**changes), cwd=settings.BASE_DIR, **options) as process:
+    with subprocess.Popen(
+        command, env=environment(**changes), cwd=settings.BASE_DIR, **options
+    ) as process:
         try:
             yield process
         finally:
@@ -58,9 +69,13 @@ def run(*arguments: str, **changes: str) -> "subprocess.CompletedProcess[str]":
 
 
 def run_here(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run a management command in this process; return its exit status, output and errors, as from a child process."""
+    """Run a management command in this process; return its exit status, output and errors, as from
+    a child process."""
     output, errors, status = io.StringIO(), io.StringIO(), 0
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    }
     with redirect_stdout(output), redirect_stderr(errors):
         try:
             execute_from_command_line(["manage.py", *arguments])

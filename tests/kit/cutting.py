@@ -1,4 +1,5 @@
-"""A proxy to the database of the test that cuts the connection around a message, such as a COMMIT."""
+"""A proxy to the database of the test that cuts the connection around a message, such as a
+COMMIT."""
 
 import socket
 import threading
@@ -16,11 +17,18 @@ CHUNK_BYTES = 65536
 class Cut:
     """One cut of the connection, at the next message that contains ``word``.
 
-    If ``before``, the message is not forwarded. Otherwise the message and ``reply_bytes`` bytes of the reply are forwarded; if
-    ``garbled``, the bytes of the reply are zeros.
+    If ``before``, the message is not forwarded. Otherwise the message and ``reply_bytes`` bytes of
+    the reply are forwarded; if ``garbled``, the bytes of the reply are zeros.
     """
 
-    def __init__(self, *, before: bool = False, reply_bytes: int = 0, garbled: bool = False, word: bytes = b"COMMIT") -> None:
+    def __init__(
+        self,
+        *,
+        before: bool = False,
+        reply_bytes: int = 0,
+        garbled: bool = False,
+        word: bytes = b"COMMIT",
+    ) -> None:
         self.word = word
         self.before, self.reply_bytes, self.garbled = before, reply_bytes, garbled
         #: The length of the whole reply; 0 before the cut.
@@ -28,7 +36,8 @@ class Cut:
 
 
 class CuttingProxy:
-    """A proxy that listens in the folder ``near`` and forwards connections to the socket in ``far``."""
+    """A proxy that listens in the folder ``near`` and forwards connections to the socket in
+    ``far``."""
 
     def __init__(self, near: Path, far: Path) -> None:
         self.cut: Cut | None = None

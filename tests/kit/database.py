@@ -17,7 +17,8 @@ def statements() -> CaptureQueriesContext:
 
 @contextmanager
 def session_setting(name: str, value: str) -> Iterator[None]:
-    """Set a setting of this thread's session; reset it at the end, because a pool reuses the connection."""
+    """Set a setting of this thread's session; reset it at the end, because a pool reuses the
+    connection."""
     with connection.cursor() as cursor:
         cursor.execute(f"SET {name} TO {value}")
     try:
@@ -29,7 +30,8 @@ def session_setting(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def database_setting(name: str, value: str) -> Iterator[None]:
-    """Set a setting of new sessions of the database; close the connection of this thread before and after the block."""
+    """Set a setting of new sessions of the database; close the connection of this thread before and
+    after the block."""
     database = connection.ops.quote_name(connection.settings_dict["NAME"])
 
     def alter(change: str) -> None:
@@ -52,7 +54,10 @@ def default_isolation(level: str) -> AbstractContextManager[None]:
 
 def waits_for_a_lock() -> bool:
     """Return whether a session waits for a lock of another session (on Citus, on a worker)."""
-    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    waits = (
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname ="
+        " current_database()"
+    )
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM citus_lock_waits" if is_citus(connection) else waits)
         return bool(cursor.fetchone()[0])

@@ -12,11 +12,15 @@ class NotToBeHad(Exception):
 
 
 def program(package: str, *names: str) -> str:
-    """Return the path of the first existing program of ``names``; root on Debian installs it if needed. Raises NotToBeHad."""
+    """Return the path of the first existing program of ``names``; root on Debian installs it if
+    needed. Raises NotToBeHad."""
     if found := _found(names):
         return found
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise NotToBeHad(f"There is no {package}, and only root of a Debian can install it: apt-get install {package}.")
+        raise NotToBeHad(
+            f"There is no {package}, and only root of a Debian can install it: apt-get install"
+            f" {package}."
+        )
     for command in (["update"], ["install", "--yes", "--no-install-recommends", package]):
         run(["apt-get", "--quiet", *command], f"{package} could not be installed")
     if found := _found(names):

@@ -1,7 +1,8 @@
-"""Run a command with a PostgreSQL of Debian as its database: ``python -m tests.kit.debian_postgres 15 COMMAND ...``.
+"""Run a command with a PostgreSQL of Debian as its database: ``python -m tests.kit.debian_postgres
+15 COMMAND ...``.
 
-The embedded PostgreSQL of the tests has the newest version. The oldest supported version comes from a Debian package, which
-must be installed. The data folder is temporary.
+The embedded PostgreSQL of the tests has the newest version. The oldest supported version comes from
+a Debian package, which must be installed. The data folder is temporary.
 """
 
 import os
@@ -22,7 +23,8 @@ class DebianPostgres(Postgres):
         self.binaries = binaries
 
     def prepare(self) -> None:
-        """Initialise the data folder. The locale provider of the embedded PostgreSQL does not exist before version 17."""
+        """Initialise the data folder. The locale provider of the embedded PostgreSQL does not exist
+        before version 17."""
         if os.geteuid() == 0:
             self.user = SYSTEM_USER
             ensure_system_user()
@@ -50,7 +52,9 @@ def main(version: str, *command: str) -> int:
         tempfile.TemporaryDirectory(prefix="rides-debian-") as folder,
         DebianPostgres(binaries, Path(folder) / "data") as server,
     ):
-        return subprocess.run(command, env=os.environ | {"DATABASE_URL": server.url}, check=False).returncode
+        return subprocess.run(
+            command, env=os.environ | {"DATABASE_URL": server.url}, check=False
+        ).returncode
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
 
 
 def file_of(guide: str, path: str, version: int = -1) -> str:
-    """Return the content of a file that a guide tells the reader to write, at the end or after an earlier step."""
+    """Return the content of a file that a guide tells the reader to write, at the end or after an
+    earlier step."""
     return versions((GUIDES / guide).read_text(), path)[version]
 
 
@@ -45,10 +46,14 @@ def _fails(**arguments: Any) -> None:
 
 
 def shop_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """Return a function that creates the modules of the shop that the guides import, with the given contents."""
+    """Return a function that creates the modules of the shop that the guides import, with the given
+    contents."""
 
     def make(**modules: dict[str, Any]) -> SimpleNamespace:
-        made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", "views", *modules)}
+        made = {
+            name: ModuleType(f"shop.{name}")
+            for name in ("models", "bank", "jobs", "views", *modules)
+        }
         vars(made["models"]).update({"Order": Entry, "Account": Account})
         vars(made["jobs"]).update(dict.fromkeys(("send_receipt", "remind", "thank"), _fails))
         for name, contents in modules.items():

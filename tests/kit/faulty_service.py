@@ -1,4 +1,5 @@
-"""A server on real sockets that simulates failures of networks and servers, and does its work once per key."""
+"""A server on real sockets that simulates failures of networks and servers, and does its work once
+per key."""
 
 import json
 import threading
@@ -10,18 +11,28 @@ from typing import Any
 PROBLEM = {"Content-Type": "application/problem+json"}
 
 #: The failures of a connection that replace a complete response.
-CUT_BEFORE, CUT_AFTER, CUT_IN_BODY, SILENCE = "cut before", "cut after", "cut in the body", "silence"
+CUT_BEFORE, CUT_AFTER, CUT_IN_BODY, SILENCE = (
+    "cut before",
+    "cut after",
+    "cut in the body",
+    "silence",
+)
 
 Step = str | tuple[int, dict[str, str], bytes]
 
 
 def problem(status: int, retryable: bool, **headers: str) -> Step:
     """Return a problem+json response, like those of this library."""
-    return status, PROBLEM | headers, json.dumps({"code": "a_code", "retryable": retryable}).encode()
+    return (
+        status,
+        PROBLEM | headers,
+        json.dumps({"code": "a_code", "retryable": retryable}).encode(),
+    )
 
 
 class FaultyService(ThreadingHTTPServer):
-    """Executes one step of its script per request, then does the work once per key; each retry gets the same response."""
+    """Executes one step of its script per request, then does the work once per key; each retry gets
+    the same response."""
 
     daemon_threads = True
 
@@ -70,7 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_PATCH = do_DELETE = do_POST
 
-    def answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
+    def answer(
+        self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False
+    ) -> None:
         self.send_response_only(status)
         for name, value in ({"Content-Length": str(len(body))} | headers).items():
             self.send_header(name, value)

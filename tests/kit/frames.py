@@ -1,7 +1,8 @@
-"""What reports of an error show of this app's frames: local variables, as Django's debug page and sentry-sdk print them.
+"""What reports of an error show of this app's frames: local variables, as Django's debug page and
+sentry-sdk print them.
 
-Secrets are planted, foreign code raises an error, and ``Planted.refuse_shown`` looks for each secret in each frame of a module
-of this app, and in the errors that caused it.
+Secrets are planted, foreign code raises an error, and ``Planted.refuse_shown`` looks for each
+secret in each frame of a module of this app, and in the errors that caused it.
 """
 
 import logging
@@ -35,7 +36,8 @@ class Value(NamedTuple):
 
 
 def values_shown(error: BaseException) -> list[Value]:
-    """Return what three reports show of the frames of this app: ``repr()``, Django's debug page and an event of sentry-sdk."""
+    """Return what three reports show of the frames of this app: ``repr()``, Django's debug page and
+    an event of sentry-sdk."""
     return [*_by_repr(error), *_by_django(error), *_by_sentry(error)]
 
 
@@ -97,13 +99,20 @@ class _Events(Transport):
 def _by_sentry(error: BaseException) -> Iterator[Value]:
     transport = _Events()
     with sentry_sdk.new_scope() as scope:
-        # The integrations would change Django in the whole process. They do not change the frames of an event.
-        scope.set_client(sentry_sdk.Client("http://key@localhost/1", transport=transport, default_integrations=False))
+        # The integrations would change Django in the whole process. They do not change the frames
+        # of an event.
+        scope.set_client(
+            sentry_sdk.Client(
+                "http://key@localhost/1", transport=transport, default_integrations=False
+            )
+        )
         sentry_sdk.capture_exception(error)
     for exception in transport.events[0]["exception"]["values"]:
         for frame in exception.get("stacktrace", {}).get("frames", ()):
             for name, value in frame["vars"].items() if _is_ours(frame["module"]) else ():
-                yield Value(f"sentry-sdk: {frame['module']}.{frame['function']}: {name}", str(value))
+                yield Value(
+                    f"sentry-sdk: {frame['module']}.{frame['function']}: {name}", str(value)
+                )
 
 
 @dataclass
@@ -113,7 +122,16 @@ class Planted:
     secrets: dict[str, str] = field(
         default_factory=lambda: {
             name: f"planted-{name.replace(' ', '-')}-{uuid4().hex}"
-            for name in ("secret key", "fallback", "key", "body", "header", "argument", "session", "answer")
+            for name in (
+                "secret key",
+                "fallback",
+                "key",
+                "body",
+                "header",
+                "argument",
+                "session",
+                "answer",
+            )
         }
     )
 
@@ -122,7 +140,11 @@ class Planted:
 
     def of_key(self, key: IdempotencyKey, *, derived: str = "") -> None:
         """Add the secrets of a claimed key: its seed, the token of its claim, and a derived key."""
-        for name, value in (("seed", bytes(key.seed)), ("claim token", key.claim_token), ("derived key", derived)):
+        for name, value in (
+            ("seed", bytes(key.seed)),
+            ("claim token", key.claim_token),
+            ("derived key", derived),
+        ):
             for number, form in enumerate(_forms(value)):
                 self.secrets[f"{name} of {key.pk}, form {number}"] = form
 
@@ -130,9 +152,18 @@ class Planted:
         """Fail if a frame of this app shows a secret, and if there is no such frame."""
         values = values_shown(error)
         assert len({value.place for value in values}) >= at_least, "no frame of this app"
-        found = {(name, place) for place, text in values for name, secret in self.secrets.items() if secret in text}
+        found = {
+            (name, place)
+            for place, text in values
+            for name, secret in self.secrets.items()
+            if secret in text
+        }
         told = "".join(traceback.format_exception(error))
-        found |= {(name, "the text of an error") for name, secret in self.secrets.items() if secret in told}
+        found |= {
+            (name, "the text of an error")
+            for name, secret in self.secrets.items()
+            if secret in told
+        }
         assert not found, "\n".join(f"{name} in {place}" for name, place in sorted(found))
 
     @contextmanager
@@ -150,7 +181,9 @@ class Planted:
     def refuse_logged(self, records: list[logging.LogRecord]) -> None:
         """Fail if a log line shows a secret, or what its handlers get besides."""
         lines = [logging.Formatter().format(record) + repr(vars(record)) for record in records]
-        found = {name for name, secret in self.secrets.items() if any(secret in line for line in lines)}
+        found = {
+            name for name, secret in self.secrets.items() if any(secret in line for line in lines)
+        }
         assert not found, found
 
 
@@ -163,7 +196,8 @@ def _forms(value: object) -> list[str]:
 
 
 def plant(settings: Settings) -> Planted:
-    """Return secrets, of which those of the settings are set. The sessions of a client must begin after that."""
+    """Return secrets, of which those of the settings are set. The sessions of a client must begin
+    after that."""
     secrets = Planted()
     settings.SECRET_KEY = secrets["secret key"]
     settings.SECRET_KEY_FALLBACKS = [secrets["fallback"]]

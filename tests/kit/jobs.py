@@ -20,7 +20,14 @@ from rides_demo.models import AuditRecord
 
 def record(user: int, label: str = "ran") -> None:
     """Insert a row, so that tests can count the runs; no constraint prevents a second row."""
-    AuditRecord.objects.create(action=label, data={}, origin_ip="127.0.0.1", resource_type="job", resource_id=0, user_id=user)
+    AuditRecord.objects.create(
+        action=label,
+        data={},
+        origin_ip="127.0.0.1",
+        resource_type="job",
+        resource_id=0,
+        user_id=user,
+    )
 
 
 def anything(**args: Any) -> None:
@@ -38,7 +45,8 @@ def record_and_fail(user: int) -> None:
 
 
 def record_after_a_retry(user: int, mark: str) -> Retry | None:
-    """Insert a row. In the first run, in which the file ``mark`` does not exist yet, ask RQ for one further run instead."""
+    """Insert a row. In the first run, in which the file ``mark`` does not exist yet, ask RQ for one
+    further run instead."""
     record(user)
     if Path(mark).exists():
         return None
@@ -70,7 +78,8 @@ async def yielding_in_a_coroutine(user: int) -> AsyncIterator[None]:
 
 
 def record_after_a_kill(user: int, mark: str) -> None:
-    """Insert a row. Kill this process in the first run, in which the file ``mark`` does not exist yet."""
+    """Insert a row. Kill this process in the first run, in which the file ``mark`` does not exist
+    yet."""
     record(user)
     if not Path(mark).exists():
         Path(mark).touch()
@@ -78,7 +87,8 @@ def record_after_a_kill(user: int, mark: str) -> None:
 
 
 def record_after_a_lost_connection(user: int, mark: str) -> None:
-    """Insert a row. Lose the database connection in the first run, in which the file ``mark`` does not exist yet."""
+    """Insert a row. Lose the database connection in the first run, in which the file ``mark`` does
+    not exist yet."""
     record(user)
     if not Path(mark).exists():
         Path(mark).touch()
@@ -98,7 +108,8 @@ def fail_in_hook() -> None:
 
 
 def take(job: StagedJob) -> None:
-    """Accept a staged job, like a project's own queue; raise ValueError if the job is named ``poison``."""
+    """Accept a staged job, like a project's own queue; raise ValueError if the job is named
+    ``poison``."""
     if job.job_name.endswith("poison"):
         raise ValueError("it cannot be serialised")
     record(*job.job_args)
@@ -122,7 +133,9 @@ def take_yielding(job: StagedJob) -> Iterator[None]:
 class CoroutineBackend:
     """A project's own queue that accepts jobs in a coroutine."""
 
-    async def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
+    async def hand_over(
+        self, queue: str, jobs: Sequence[StagedJob]
+    ) -> Mapping[UUID, HandOverResult]:
         """Take each job, as ``take`` does."""
         for job in jobs:
             await take_in_a_coroutine(job)
@@ -168,7 +181,8 @@ class PickyBackend(RQBackend):
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
         """Refuse the whole batch, like a serializer."""
         if any(job.job_name.endswith("poison") for job in jobs):
-            raise ValueError("it cannot be serialised\0\udc80")  # No database stores either character.
+            # No database stores either character.
+            raise ValueError("it cannot be serialised\0\udc80")
         return super().hand_over(queue, jobs)
 
 

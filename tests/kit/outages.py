@@ -7,11 +7,15 @@ from django.db import connection
 
 
 def make_read_only(on: bool) -> None:
-    """Make new sessions of the database read-only, or writable again; close the session of this thread."""
+    """Make new sessions of the database read-only, or writable again; close the session of this
+    thread."""
     name = connection.settings_dict["NAME"]
     with connection.cursor() as cursor:
         cursor.execute("SET default_transaction_read_only = off")
-        cursor.execute(f'ALTER DATABASE "{name}" ' + ("SET default_transaction_read_only = on" if on else "RESET ALL"))
+        cursor.execute(
+            f'ALTER DATABASE "{name}" '
+            + ("SET default_transaction_read_only = on" if on else "RESET ALL")
+        )
     connection.close()
 
 
@@ -21,7 +25,10 @@ def allow_connections(allowed: bool) -> None:
     with connection._nodb_cursor() as cursor:
         cursor.execute(f'ALTER DATABASE "{name}" WITH ALLOW_CONNECTIONS {allowed}')
         if not allowed:
-            cursor.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", [name])
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s",
+                [name],
+            )
 
 
 @contextmanager

@@ -14,7 +14,8 @@ BUILT = pytest.StashKey[Path]()
 
 @pytest.fixture(scope="session")
 def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the sdist, and of the wheel built from it. The first test that needs it builds both."""
+    """Return the folder of the sdist, and of the wheel built from it. The first test that needs it
+    builds both."""
     if BUILT not in pytestconfig.stash:
         pytestconfig.stash[BUILT] = build(tmp_path_factory)
     return pytestconfig.stash[BUILT]
@@ -23,7 +24,9 @@ def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build both in a copy of the files that git does not ignore."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
+    for name in run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
@@ -39,6 +42,8 @@ def one(folder: Path, pattern: str) -> Path:
 def run(*command: str | Path, cwd: Path, **more: str) -> str:
     outside = {"DJANGO_SETTINGS_MODULE", "PYTHONPATH", "DATABASE_URL"}
     environment = {name: value for name, value in os.environ.items() if name not in outside} | more
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

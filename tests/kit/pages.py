@@ -15,11 +15,16 @@ def prose(page: str) -> str:
 
 
 def says(text: str, value: float, unit: str = "") -> bool:
-    """Return whether ``text`` has this number, in digits or in a word, before a ``unit``, which is a regular expression."""
+    """Return whether ``text`` has this number, in digits or in a word, before a ``unit``, which is
+    a regular expression."""
     forms = [f"{value:,g}" if value < 1e6 else f"{value:,.0f}", f"{value:g}"]
     forms += [WORDS[value]] if unit and value in WORDS else []
     return bool(
-        re.search(rf"(?<![\w.,])(?:{'|'.join(forms)})(?![\d]|[.,]\d){rf'[ `)-]+(?:{unit})' if unit else ''}", text, re.I)
+        re.search(
+            rf"(?<![\w.,])(?:{'|'.join(forms)})(?![\d]|[.,]\d){rf'[ `)-]+(?:{unit})' if unit else ''}",
+            text,
+            re.I,
+        )
     )
 
 

@@ -11,7 +11,8 @@ from rides_demo.processes.process import Process, ProcessError
 from rides_demo.processes.system_user import SYSTEM_USER, ensure_system_user, open_parents
 from tests.kit import debian
 
-#: The pool has few server connections, so that the transactions of a client often change the server connection.
+#: The pool has few server connections, so that the transactions of a client often change the server
+#: connection.
 CONFIGURATION = """
 [databases]
 * = host={postgres} port=5432 user=postgres
@@ -31,21 +32,26 @@ logfile =
 
 
 class PgBouncer(Process):
-    """A PgBouncer with its socket in ``folder``, in front of the PostgreSQL whose socket is in ``postgres``. ``more`` are
-    lines that override the configuration."""
+    """A PgBouncer with its socket in ``folder``, in front of the PostgreSQL whose socket is in
+    ``postgres``. ``more`` are lines that override the configuration."""
 
     def __init__(self, program: str, folder: Path, postgres: Path, more: str = "") -> None:
         self.configuration = folder / "pgbouncer.ini"
-        super().__init__("PgBouncer", [program, str(self.configuration)], folder=folder, output=folder / "log")
+        super().__init__(
+            "PgBouncer", [program, str(self.configuration)], folder=folder, output=folder / "log"
+        )
         self.sockets, self.postgres, self.more = folder, postgres, more
         self.url = postgres_url(folder)
 
     def prepare(self) -> None:
-        """Write the configuration. As root, choose another user, because PgBouncer refuses to run as root."""
+        """Write the configuration. As root, choose another user, because PgBouncer refuses to run
+        as root."""
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        self.configuration.write_text(CONFIGURATION.format(postgres=self.postgres, folder=self.folder, more=self.more))
+        self.configuration.write_text(
+            CONFIGURATION.format(postgres=self.postgres, folder=self.folder, more=self.more)
+        )
         if os.geteuid() == 0:
             self.user = SYSTEM_USER
             ensure_system_user()
@@ -63,7 +69,8 @@ class PgBouncer(Process):
 
 
 def start(folder: Path, postgres: Path) -> PgBouncer:
-    """Start a PgBouncer and return it. Raises NotToBeHad if it is not installed, ProcessError if it does not start."""
+    """Start a PgBouncer and return it. Raises NotToBeHad if it is not installed, ProcessError if it
+    does not start."""
     bouncer = PgBouncer(debian.program("pgbouncer", "pgbouncer"), folder, postgres)
     try:
         bouncer.start()

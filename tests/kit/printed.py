@@ -1,4 +1,5 @@
-"""The steps of a page of the docs, and a project in an empty folder in which a test executes these steps."""
+"""The steps of a page of the docs, and a project in an empty folder in which a test executes these
+steps."""
 
 import os
 import re
@@ -13,7 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 #: Variables of the tests that a reader does not have.
-OURS = ("DJANGO_", "DATABASE_URL", "REDIS_URL", "RIDES_", "PG", "PYTHON", "COV", "VIRTUAL_ENV", "PYTEST")
+OURS = (
+    "DJANGO_",
+    "DATABASE_URL",
+    "REDIS_URL",
+    "RIDES_",
+    "PG",
+    "PYTHON",
+    "COV",
+    "VIRTUAL_ENV",
+    "PYTEST",
+)
 LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./-]+)`:$")
 #: The mark of a block that is not part of the project.
 SHOWN = re.compile(r"\(shown only\):$")
@@ -21,7 +32,8 @@ SHOWN = re.compile(r"\(shown only\):$")
 INSTALLS = ("python3 -m venv", "pip install")
 #: The command that ends the background processes of a page.
 STOP = "kill $(jobs -p)"
-#: While a background process runs, a command is repeated for this time until its output is as expected.
+#: While a background process runs, a command is repeated for this time until its output is as
+#: expected.
 PATIENCE_SECONDS = 60
 SECONDS = re.compile(r"\b\d+\.\d+s\b")
 
@@ -72,8 +84,8 @@ def lead(page: str, start: int) -> re.Match[str] | None:
 
 
 def steps(page: str) -> Iterator[Step]:
-    """Yield the steps of a page in order. A block is a file that the sentence before it names, a console, lines of the admin
-    (``text``), or marked as shown only."""
+    """Yield the steps of a page in order. A block is a file that the sentence before it names, a
+    console, lines of the admin (``text``), or marked as shown only."""
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
         language, block = found[1], found[2]
         if language == "console":
@@ -82,10 +94,18 @@ def steps(page: str) -> Iterator[Step]:
         elif language == "text":
             yield Look(block.splitlines())
         elif told := lead(page, found.start()):
-            assert (told[1] == "Change") == (language == "diff"), f"{told[0]} stands before a block of {language}"
-            yield Change(told[2], hunks(block)) if language == "diff" else Write(told[2], block, told[1].startswith("Add"))
+            assert (told[1] == "Change") == (language == "diff"), (
+                f"{told[0]} stands before a block of {language}"
+            )
+            yield (
+                Change(told[2], hunks(block))
+                if language == "diff"
+                else Write(told[2], block, told[1].startswith("Add"))
+            )
         else:
-            assert SHOWN.search(before(page, found.start())), f"the page does not say where this belongs:\n{block}"
+            assert SHOWN.search(before(page, found.start())), (
+                f"the page does not say where this belongs:\n{block}"
+            )
 
 
 def versions(page: str, path: str) -> list[str]:
@@ -111,13 +131,17 @@ def changed(content: str, places: list[tuple[str, str]]) -> str:
 def hunks(diff: str) -> list[tuple[str, str]]:
     """Return the old and the new lines of each place; ``@@`` separates the places."""
     return [
-        tuple("".join(f"{line[1:]}\n" for line in place.splitlines() if not line.startswith(other)) for other in "+-")
+        tuple(
+            "".join(f"{line[1:]}\n" for line in place.splitlines() if not line.startswith(other))
+            for other in "+-"
+        )
         for place in re.split(r"^@@.*\n", diff, flags=re.M)
     ]
 
 
 def changed_lines(page: str) -> int:
-    """Return the number of lines that the diffs of a page, or of a part of it, add and remove, as in ``git diff --stat``."""
+    """Return the number of lines that the diffs of a page, or of a part of it, add and remove, as
+    in ``git diff --stat``."""
     diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
     return sum(line.startswith(("+", "-")) for diff in diffs for line in diff.splitlines())
 
@@ -129,16 +153,25 @@ class Project:
     ``environment`` has environment variables of the reader.
     """
 
-    def __init__(self, folder: Path, here: dict[str, str] | None = None, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, here: dict[str, str] | None = None, **environment: str
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.here = folder, here or {}
         found = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         binaries = f"{Path(sys.executable).parent}:{found['PATH']}"
-        self.environment = {**found, "PATH": binaries, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
+        self.environment = {
+            **found,
+            "PATH": binaries,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            **environment,
+        }
         self.running: list[subprocess.Popen[str]] = []
 
     def follow(self, page: str, *leave_out: str) -> None:
-        """Execute the steps of a page, or of a part of it. Raise AssertionError if a command fails or has another output.
+        """Execute the steps of a page, or of a part of it. Raise AssertionError if a command fails
+        or has another output.
 
         Commands that contain a text of ``leave_out``, or install packages, are not executed.
         """
@@ -152,7 +185,9 @@ class Project:
                         self.write(step)
                     case Change(path, places):
                         self.change(path, places)
-                    case Command(line, output) if not any(part in line for part in (*INSTALLS, *leave_out)):
+                    case Command(line, output) if not any(
+                        part in line for part in (*INSTALLS, *leave_out)
+                    ):
                         self.enter(line, output)
         finally:
             self.stop()
@@ -169,14 +204,22 @@ class Project:
         file.write_text(changed(file.read_text(), places))
 
     def enter(self, line: str, output: list[str]) -> None:
-        """Run a command and compare its output; if it ends with ``&``, start it in the background."""
+        """Run a command and compare its output; if it ends with ``&``, start it in the
+        background."""
         if line.endswith(" &"):
             self.running.append(self._start(line.removesuffix(" &")))
         elif line == STOP:
             self.stop()
         else:
-            expected, end = [SECONDS.sub("…", said) for said in output], time.monotonic() + PATIENCE_SECONDS
-            while (printed := self._printed(line)) != (0, expected) and self.running and time.monotonic() < end:
+            expected, end = (
+                [SECONDS.sub("…", said) for said in output],
+                time.monotonic() + PATIENCE_SECONDS,
+            )
+            while (
+                (printed := self._printed(line)) != (0, expected)
+                and self.running
+                and time.monotonic() < end
+            ):
                 time.sleep(0.1)
             assert printed == (0, expected), f"$ {line}\n" + "\n".join(printed[1])
 

@@ -1,4 +1,5 @@
-"""A language with only Cyrillic letters: a text in Latin letters on a page is data, or is not translatable."""
+"""A language with only Cyrillic letters: a text in Latin letters on a page is data, or is not
+translatable."""
 
 import re
 from collections.abc import Iterator
@@ -21,15 +22,19 @@ _CYRILLIC = "абвгдежзиклмнопрстуфхцчшэя"
 _DISGUISE = str.maketrans(ascii_letters, _CYRILLIC + _CYRILLIC.upper())
 #: Placeholders, tags and entities of a message, which are not changed.
 _KEPT = re.compile(r"(%\(\w+\)[sd]|%[sd]|\{\w+\}|<[^>]+>|&\w+;)")
-#: The attributes that are shown or read aloud. The attributes that begin with ``data-`` are the texts of the scripts.
-_ATTRIBUTES = re.compile(r"title|alt|placeholder|aria-label|data-(done|failed|pause|paused|resume|signed-out|unreachable)")
+#: The attributes that are shown or read aloud. The attributes that begin with ``data-`` are the
+#: texts of the scripts.
+_ATTRIBUTES = re.compile(
+    r"title|alt|placeholder|aria-label|data-(done|failed|pause|paused|resume|signed-out|unreachable)"
+)
 _SILENT = ("script", "style")
 _VOID = ("area", "base", "br", "col", "hr", "img", "input", "link", "meta", "path", "rect", "line")
 
 
 @contextmanager
 def pseudo_language(folder: Path, settings: Any) -> Iterator[None]:
-    """Activate the language during the block. It has the messages of our catalogue, and of Django's German catalogue."""
+    """Activate the language during the block. It has the messages of our catalogue, and of Django's
+    German catalogue."""
     place = folder / LANGUAGE / "LC_MESSAGES"
     place.mkdir(parents=True, exist_ok=True)
     (place / "django.mo").write_bytes(_compiled())
@@ -40,7 +45,10 @@ def pseudo_language(folder: Path, settings: Any) -> Iterator[None]:
 
 def disguised(text: str) -> str:
     """Return a text in the language."""
-    return "".join(part if number % 2 else part.translate(_DISGUISE) for number, part in enumerate(_KEPT.split(text)))
+    return "".join(
+        part if number % 2 else part.translate(_DISGUISE)
+        for number, part in enumerate(_KEPT.split(text))
+    )
 
 
 @cache
@@ -53,7 +61,8 @@ def _compiled() -> bytes:
 
 
 def _of_django() -> Iterator[Message]:
-    """Yield the messages of Django. The singular is also used as plural, because a compiled catalogue lacks the plural."""
+    """Yield the messages of Django. The singular is also used as plural, because a compiled
+    catalogue lacks the plural."""
     for path in Path(django.__file__).parent.rglob("locale/de/LC_MESSAGES/django.mo"):
         with path.open("rb") as file:
             known: dict[Any, str] = GNUTranslations(file)._catalog  # type: ignore[attr-defined]
@@ -71,7 +80,11 @@ class _Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        silent = tag in _SILENT or given.get("id") == "nav-sidebar" or any(hidden for _, hidden in self._open)
+        silent = (
+            tag in _SILENT
+            or given.get("id") == "nav-sidebar"
+            or any(hidden for _, hidden in self._open)
+        )
         if not silent:
             self.texts += [value or "" for name, value in attrs if _ATTRIBUTES.fullmatch(name)]
             if tag == "input" and given.get("type") == "submit":
@@ -90,7 +103,8 @@ class _Reader(HTMLParser):
 
 
 def texts_of(page: str) -> list[str]:
-    """Return the texts of a page that are shown or read aloud, with some attributes, without the sidebar's list of apps."""
+    """Return the texts of a page that are shown or read aloud, with some attributes, without the
+    sidebar's list of apps."""
     reader = _Reader()
     reader.feed(page)
     return [" ".join(text.split()) for text in reader.texts if text.strip()]
@@ -98,4 +112,6 @@ def texts_of(page: str) -> list[str]:
 
 def latin_words(page: str) -> dict[str, str]:
     """Return the words in Latin letters that a page shows, each with a text that contains it."""
-    return {word: text for text in texts_of(page) for word in re.findall(r"[A-Za-z][\w.@'-]*", text)}
+    return {
+        word: text for text in texts_of(page) for word in re.findall(r"[A-Za-z][\w.@'-]*", text)
+    }

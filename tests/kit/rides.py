@@ -1,4 +1,5 @@
-"""Fixtures of Rocket Rides: a Stripe sandbox over HTTP, riders with cards in it, and a client of the API."""
+"""Fixtures of Rocket Rides: a Stripe sandbox over HTTP, riders with cards in it, and a client of
+the API."""
 
 import json
 import threading
@@ -17,7 +18,12 @@ from rides_demo.sandbox.server import Sandbox
 from tests.factories import UserFactory
 
 #: From the Ferry Building to the Golden Gate.
-RIDE = {"origin_lat": 37.7955, "origin_lon": -122.3937, "target_lat": 37.8199, "target_lon": -122.4783}
+RIDE = {
+    "origin_lat": 37.7955,
+    "origin_lon": -122.3937,
+    "target_lat": 37.8199,
+    "target_lon": -122.4783,
+}
 
 
 class Phone:
@@ -31,13 +37,19 @@ class Phone:
     def user(self) -> User:
         return User.objects.with_token(self.token)
 
-    def send(self, method: str, path: str, body: Any = None, *, key: str | None = None, **headers: str) -> HttpResponse:
+    def send(
+        self, method: str, path: str, body: Any = None, *, key: str | None = None, **headers: str
+    ) -> HttpResponse:
         """Send ``body`` (bytes unchanged, other values as JSON) and return the response."""
-        given = {"Authorization": f"Bearer {self.token}"} | {name.replace("_", "-"): value for name, value in headers.items()}
+        given = {"Authorization": f"Bearer {self.token}"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
         if key is not None:
             given["Idempotency-Key"] = key
         content_type = given.pop("Content-Type", "application/json")
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        data = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        )
         return self.client.generic(method, path, data, content_type=content_type, headers=given)
 
     def book(self, body: Any = RIDE, *, key: str | None = None, **headers: str) -> HttpResponse:
@@ -57,7 +69,9 @@ def sandbox(settings: Any) -> Iterator[Sandbox]:
 def slowness(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let each slow response of a sandbox in this process wait until the event is set."""
     over = threading.Event()
-    monkeypatch.setattr("rides_demo.sandbox.server.time", SimpleNamespace(sleep=lambda seconds: over.wait(60)))
+    monkeypatch.setattr(
+        "rides_demo.sandbox.server.time", SimpleNamespace(sleep=lambda seconds: over.wait(60))
+    )
     yield over
     over.set()
 

@@ -31,7 +31,9 @@ def serve(settings: Settings) -> Callable[..., None]:
 def sign_in(client: Client, user: Any) -> None:
     """Give a client the session of a user with one statement; ``force_login()`` takes six."""
     session = SessionStore()
-    session.update({SESSION_KEY: str(user.pk), BACKEND_SESSION_KEY: settings.AUTHENTICATION_BACKENDS[0]})
+    session.update(
+        {SESSION_KEY: str(user.pk), BACKEND_SESSION_KEY: settings.AUTHENTICATION_BACKENDS[0]}
+    )
     session[HASH_SESSION_KEY] = user.get_session_auth_hash()
     session.save(must_create=True)
     client.cookies[settings.SESSION_COOKIE_NAME] = session.session_key
@@ -41,26 +43,43 @@ class Sender:
     """A client of one user that sends JSON with keys."""
 
     def __init__(self) -> None:
-        from tests.factories import UserFactory  # models cannot be imported when pytest collects its fixtures
+        # models cannot be imported when pytest collects its fixtures
+        from tests.factories import UserFactory
 
         self.user = UserFactory()
         self.client = Client(raise_request_exception=False)
         sign_in(self.client, self.user)
 
     def send(
-        self, url: str = "/view/", key: str | None = "key-1", body: Any = None, *, method: str = "POST", **extra: Any
+        self,
+        url: str = "/view/",
+        key: str | None = "key-1",
+        body: Any = None,
+        *,
+        method: str = "POST",
+        **extra: Any,
     ) -> Any:
         """Send one request."""
         headers = extra.pop("headers", {}) | ({"Idempotency-Key": key} if key is not None else {})
-        content = body if isinstance(body, bytes | str) else json.dumps({"a": 1} if body is None else body)
+        content = (
+            body
+            if isinstance(body, bytes | str)
+            else json.dumps({"a": 1} if body is None else body)
+        )
         return self.client.generic(
-            method, url, content, content_type=extra.pop("content_type", "application/json"), headers=headers, **extra
+            method,
+            url,
+            content,
+            content_type=extra.pop("content_type", "application/json"),
+            headers=headers,
+            **extra,
         )
 
 
 @pytest.fixture
 def sender(transactional_db: None) -> Sender:
-    """Return a signed-in client. Transactions of the test are real; the database is emptied after the test."""
+    """Return a signed-in client. Transactions of the test are real; the database is emptied after
+    the test."""
     return Sender()
 
 

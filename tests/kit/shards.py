@@ -1,4 +1,5 @@
-"""The shop of docs/how-to/shard-by-tenant.md as printed: its router, its middleware and its PREPARE_REQUEST."""
+"""The shop of docs/how-to/shard-by-tenant.md as printed: its router, its middleware and its
+PREPARE_REQUEST."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ def end_sessions(alias: str) -> None:
     def end() -> None:
         with connection.cursor() as cursor:
             cursor.execute(
-                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s AND pid <> pg_backend_pid()",
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s"
+                " AND pid <> pg_backend_pid()",
                 [name],
             )
 

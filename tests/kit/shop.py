@@ -16,13 +16,16 @@ from tests.models import Entry
 
 
 class Shop:
-    """A phased view that fails between its phases while ``broken``, and records the request of each run."""
+    """A phased view that fails between its phases while ``broken``, and records the request of each
+    run."""
 
     def __init__(self) -> None:
         self.broken = True
         self.seen: list[dict[str, Any]] = []
         self.gate: Gate | None = None
-        self.view = require_POST(login_required(idempotent(recovery_points=["entry_created"])(self._view)))
+        self.view = require_POST(
+            login_required(idempotent(recovery_points=["entry_created"])(self._view))
+        )
 
     def _view(self, request: HttpRequest, number: int = 0) -> HttpResponseBase:
         key = request.idempotency_key
@@ -35,7 +38,11 @@ class Shop:
             self.seen.append(
                 {
                     "user": request.user.pk,
-                    "body": json.loads(request.body) if request.content_type == "application/json" else request.POST.dict(),
+                    "body": (
+                        json.loads(request.body)
+                        if request.content_type == "application/json"
+                        else request.POST.dict()
+                    ),
                     "query": request.GET.dict(),
                     "host": request.get_host(),
                     "port": request.get_port(),
@@ -50,7 +57,9 @@ class Shop:
             if self.broken:
                 raise OSError("Stripe is down")
             with atomic_phase(key) as phase:
-                phase.set_response(JsonResponse({"entry": Entry.objects.get(idempotency_key=key).pk}, status=201))
+                phase.set_response(
+                    JsonResponse({"entry": Entry.objects.get(idempotency_key=key).pk}, status=201)
+                )
         return key.response()
 
 

@@ -1,4 +1,5 @@
-"""Threads with separate database connections, and a gate that holds one of them at a point of the code under test."""
+"""Threads with separate database connections, and a gate that holds one of them at a point of the
+code under test."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ WAIT_SECONDS = 60
 
 
 def in_background(work: Callable[[], Result]) -> "Future[Result]":
-    """Start ``work`` in a thread. The test must call ``result()`` of the future to get an error of the thread."""
+    """Start ``work`` in a thread. The test must call ``result()`` of the future to get an error of
+    the thread."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -35,7 +37,8 @@ def in_background(work: Callable[[], Result]) -> "Future[Result]":
 
 @contextmanager
 def background(work: Callable[[], Result]) -> Iterator["Future[Result]"]:
-    """Run ``work`` in a thread during the block; the end of the block raises an error of the thread."""
+    """Run ``work`` in a thread during the block; the end of the block raises an error of the
+    thread."""
     future = in_background(work)
     try:
         yield future
@@ -63,12 +66,14 @@ def at_once(works: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 def all_at_once(work: Callable[[int], Result], count: int) -> list[Result]:
-    """Call ``work(0)`` to ``work(count - 1)`` in threads that start together; return the results in order."""
+    """Call ``work(0)`` to ``work(count - 1)`` in threads that start together; return the results in
+    order."""
     return at_once([partial(work, number) for number in range(count)])
 
 
 class Gate:
-    """A point in the code under test where the first run waits until the test opens the gate; later runs do not wait."""
+    """A point in the code under test where the first run waits until the test opens the gate; later
+    runs do not wait."""
 
     def __init__(self) -> None:
         self._reached, self._open = threading.Event(), threading.Event()

@@ -1,7 +1,9 @@
-"""The tiers of the suite: each test belongs to one tier, and a skip without an allowed reason fails the run.
+"""The tiers of the suite: each test belongs to one tier, and a skip without an allowed reason fails
+the run.
 
-``make test`` runs tests without the marks ``processes`` and ``full``; ``make test-processes`` runs the mark ``processes``;
-``make test-all`` runs everything. ``sample`` marks the tests of ``processes`` that ``.ci/run`` runs too.
+``make test`` runs tests without the marks ``processes`` and ``full``; ``make test-processes`` runs
+the mark ``processes``; ``make test-all`` runs everything. ``sample`` marks the tests of
+``processes`` that ``.ci/run`` runs too.
 """
 
 import re
@@ -61,5 +63,9 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run if a skip is not allowed."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and session.exitstatus == pytest.ExitCode.OK and skips_not_allowed(reporter):
+    if (
+        reporter is not None
+        and session.exitstatus == pytest.ExitCode.OK
+        and skips_not_allowed(reporter)
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -27,7 +27,8 @@ def storing_no_body(kind: Callable[..., View]) -> Callable[..., View]:
 
 
 def phased(work: Work, *, isolation: ChosenIsolation = "from settings", **options: Any) -> View:
-    """Return a phased view that does the work in its only phase, with ``isolation`` if it is given."""
+    """Return a phased view that does the work in its only phase, with ``isolation`` if it is
+    given."""
 
     @idempotent(recovery_points=["unused"], **options)
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -46,9 +47,14 @@ def phased_outside(work: Work, **options: Any) -> View:
 
 
 def two_phases(
-    first: Callable[[HttpRequest], object], second: Work, *, call: Callable[[], object] = lambda: None, **options: Any
+    first: Callable[[HttpRequest], object],
+    second: Work,
+    *,
+    call: Callable[[], object] = lambda: None,
+    **options: Any,
 ) -> View:
-    """Return a phased view: ``first`` in a phase that ends at ``between``, ``second`` in one that stores the response.
+    """Return a phased view: ``first`` in a phase that ends at ``between``, ``second`` in one that
+    stores the response.
 
     Between the phases the view makes ``call``, outside any transaction.
     """
@@ -92,8 +98,11 @@ class Counted:
         return self.work(request)
 
 
-def texting(block: Callable[[AtMostOnceCall], None], after: Callable[[], None] = lambda: None) -> Any:
-    """Return a view that makes one at-most-once call with ``block``, then finishes with its result."""
+def texting(
+    block: Callable[[AtMostOnceCall], None], after: Callable[[], None] = lambda: None
+) -> Any:
+    """Return a view that makes one at-most-once call with ``block``, then finishes with its
+    result."""
 
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:

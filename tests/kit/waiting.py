@@ -16,21 +16,29 @@ Found = TypeVar("Found")
 def eventually(condition: Callable[[], Found], seconds: float = 30) -> Found:
     """Return the result of ``condition`` as soon as it is true.
 
-    Raises AssertionError if it is not true within ``seconds``; the message has the source of the condition and its last value.
+    Raises AssertionError if it is not true within ``seconds``; the message has the source of the
+    condition and its last value.
     """
     deadline = time.monotonic() + seconds
     pause = threading.Event()
     while not (found := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"Not true within {seconds} seconds: {_said(condition)}\nThe last value was {found!r}.")
+            raise AssertionError(
+                f"Not true within {seconds} seconds: {_said(condition)}\nThe last value was"
+                f" {found!r}."
+            )
         pause.wait(0.02)
     return found
 
 
 def _said(condition: Callable[..., Any]) -> str:
-    """Return the source of a condition: the source of a lambda, or the name of a function with its arguments."""
+    """Return the source of a condition: the source of a lambda, or the name of a function with its
+    arguments."""
     if isinstance(condition, partial):
-        given = [*map(repr, condition.args), *(f"{name}={value!r}" for name, value in condition.keywords.items())]
+        given = [
+            *map(repr, condition.args),
+            *(f"{name}={value!r}" for name, value in condition.keywords.items()),
+        ]
         return f"{_said(condition.func)}({', '.join(given)})"
     code = getattr(inspect.unwrap(condition), "__code__", None)
     if code is None:
@@ -45,7 +53,9 @@ def _source_of_lambda(code: Any) -> str:
     lines = linecache.getlines(code.co_filename)
     source = "".join(lines)
     found = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno
     ]
     if len(found) == 1:
         return " ".join((ast.get_source_segment(source, found[0]) or "").split())

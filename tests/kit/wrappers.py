@@ -16,10 +16,15 @@ def to_the_last(result: Any) -> Any:
 
 
 def history(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-    """Send a context before each statement that may write, as the middleware of django-pghistory does."""
+    """Send a context before each statement that may write, as the middleware of django-pghistory
+    does."""
     cursor = context["cursor"]
     errored = cursor.connection.info.transaction_status == TransactionStatus.INERROR
-    if not (sql.lower().startswith(("select", "begin", "set transaction")) or getattr(cursor, "name", None) or errored):
+    if not (
+        sql.lower().startswith(("select", "begin", "set transaction"))
+        or getattr(cursor, "name", None)
+        or errored
+    ):
         if isinstance(params, dict):
             params.update(of_wrapper="request 7")
             sql = "SELECT set_config('test.context', %(of_wrapper)s, true); " + sql
@@ -32,14 +37,18 @@ def history(execute: Any, sql: str, params: Any, many: bool, context: dict[str, 
 def ignore(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
     """Send the names of ignored triggers before each statement, as ``pgtrigger.ignore()`` does."""
     cursor = context["cursor"]
-    if not getattr(cursor, "name", None) and cursor.connection.info.transaction_status != TransactionStatus.INERROR:
+    if (
+        not getattr(cursor, "name", None)
+        and cursor.connection.info.transaction_status != TransactionStatus.INERROR
+    ):
         sql = f"SELECT set_config('test.context', %s, true); {sql}"
         params = ["request 7", *(params or ())]
     return to_the_last(execute(sql, params, many, context))
 
 
 def tenant(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-    """Set the tenant with a statement of its own on the driver's cursor, as setters of tenants and time limits do."""
+    """Set the tenant with a statement of its own on the driver's cursor, as setters of tenants and
+    time limits do."""
     with context["cursor"].cursor.connection.cursor() as own:
         own.execute("SELECT set_config('test.context', 'request 7', false)")
     return execute(sql, params, many, context)
@@ -47,7 +56,9 @@ def tenant(execute: Any, sql: str, params: Any, many: bool, context: dict[str, A
 
 def comment(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
     """Append a comment, as tracers do, and read what the cursor tells of the result."""
-    result = execute(f"{sql} /* traceparent='00-{context['connection'].alias}' */", params, many, context)
+    result = execute(
+        f"{sql} /* traceparent='00-{context['connection'].alias}' */", params, many, context
+    )
     assert context["cursor"].cursor.rowcount >= -1
     return result
 

@@ -1,1 +1,2 @@
-"""Random interleavings of clients, completers, deaths and expired locks, against a simple model of the promise."""
+"""Random interleavings of clients, completers, deaths and expired locks, against a simple model of
+the promise."""

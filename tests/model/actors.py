@@ -1,4 +1,5 @@
-"""Those who take part: requests and completer passes, each in a thread with a connection, moved on one stop at a time."""
+"""Those who take part: requests and completer passes, each in a thread with a connection, moved on
+one stop at a time."""
 
 import json
 import threading
@@ -8,7 +9,8 @@ from typing import Any
 from django.db import connection, connections
 from django.test import Client
 
-#: An actor that has not stopped within this time waits for another one: it is left alone, and found further on later.
+#: An actor that has not stopped within this time waits for another one: it is left alone, and found
+#: further on later.
 SETTLE_SECONDS = 0.5
 END_SECONDS = 120
 
@@ -16,7 +18,8 @@ _here = threading.local()
 
 
 class Died(BaseException):
-    """The process is gone: no handler may do anything about it, and nothing reaches the database any more."""
+    """The process is gone: no handler may do anything about it, and nothing reaches the database
+    any more."""
 
 
 def stop_here(place: str) -> None:
@@ -27,7 +30,8 @@ def stop_here(place: str) -> None:
 
 
 class Actor:
-    """A thread that runs ``work`` until its next stop, and from there as it is told: go on, fail, or die."""
+    """A thread that runs ``work`` until its next stop, and from there as it is told: go on, fail,
+    or die."""
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         self.name, self.place, self.result = name, "", None
@@ -69,7 +73,9 @@ class Actor:
         with self._changed:
             self.place, self._stopped = place, True
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: not self._stopped, END_SECONDS), "nobody moved this actor on"
+            assert self._changed.wait_for(lambda: not self._stopped, END_SECONDS), (
+                "nobody moved this actor on"
+            )
             order = self._order
         if order == "fail":
             raise RuntimeError("the view fails")
@@ -104,4 +110,6 @@ def _refuse(*args: object) -> Any:
 def send(client: Client, key: str, body: Any) -> Any:
     """Send one request to the view under test."""
     content = json.dumps(body)
-    return client.post("/pay/", content, content_type="application/json", headers={"Idempotency-Key": key})
+    return client.post(
+        "/pay/", content, content_type="application/json", headers={"Idempotency-Key": key}
+    )

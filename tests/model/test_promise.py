@@ -1,8 +1,10 @@
-"""A payment of three phases under random interleavings: never twice, never lost, the same answer to each retry.
+"""A payment of three phases under random interleavings: never twice, never lost, the same answer to
+each retry.
 
-The model is small: a key belongs to the first body that claimed it; its work is done at most once; its first answer is its
-answer. What may happen is drawn by Hypothesis: requests, retries, other bodies, completer passes, each stopped between any two
-steps, let go on, made to fail or killed there, and locks that expire under them.
+The model is small: a key belongs to the first body that claimed it; its work is done at most once;
+its first answer is its answer. What may happen is drawn by Hypothesis: requests, retries, other
+bodies, completer passes, each stopped between any two steps, let go on, made to fail or killed
+there, and locks that expire under them.
 """
 
 import json
@@ -16,7 +18,13 @@ from django.test.utils import override_settings
 from django.urls import path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
@@ -34,7 +42,8 @@ KEYS, BODIES = ("a", "b", "c"), (1, 2)
 #: So many runs of so many steps: at least 5,000 steps.
 RUNS, STEPS = 110, 50
 
-#: The other system, which keeps one charge for each key that it is given, as Stripe does: key to number.
+#: The other system, which keeps one charge for each key that it is given, as Stripe does: key to
+#: number.
 charges: dict[str, int] = {}
 #: What the runs met, so that they cannot pass without having met it.
 happened: Counter[str] = Counter()
@@ -63,7 +72,9 @@ def pay(request: HttpRequest) -> HttpResponseBase:
                 with atomic_phase(key) as phase:
                     stage_job("tests.kit.jobs.anything", {"text": name})
                     stop_here("before COMMIT of finished")
-                    phase.set_response(JsonResponse({"paid": name, "run": key.attempts}, status=201))
+                    phase.set_response(
+                        JsonResponse({"paid": name, "run": key.attempts}, status=201)
+                    )
     return key.response()
 
 
@@ -92,7 +103,9 @@ class Promise(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < 4)
     @rule(key=st.sampled_from(KEYS), body=st.sampled_from(BODIES))
     def a_client_sends(self, key: str, body: int) -> None:
-        actor = self._start(f"client {key}:{body}", lambda: send(Client(raise_request_exception=False), key, body))
+        actor = self._start(
+            f"client {key}:{body}", lambda: send(Client(raise_request_exception=False), key, body)
+        )
         self.requests[actor] = (key, body)
 
     @precondition(lambda self: len(self.running) < 4)
@@ -103,7 +116,11 @@ class Promise(RuleBasedStateMachine):
         self._start("completer", complete_once)
 
     @precondition(lambda self: any(actor.stopped for actor in self.running))
-    @rule(one=st.integers(0, 3), order=st.sampled_from(["go", "go", "go", "fail", "die"]), stops=st.integers(1, 4))
+    @rule(
+        one=st.integers(0, 3),
+        order=st.sampled_from(["go", "go", "go", "fail", "die"]),
+        stops=st.integers(1, 4),
+    )
     def an_actor_goes_on(self, one: int, order: str, stops: int) -> None:
         stopped = [actor for actor in self.running if actor.stopped]
         actor = stopped[one % len(stopped)]
@@ -129,7 +146,9 @@ class Promise(RuleBasedStateMachine):
         names = list(Entry.objects.values_list("name", flat=True))
         assert len(names) == len(set(names)), names
         work = [tuple(name.split()[:2]) for name in names]
-        assert len({(kind, name.partition(":")[0]) for kind, name in work}) == len(work), f"two bodies under one key: {names}"
+        assert len({(kind, name.partition(":")[0]) for kind, name in work}) == len(work), (
+            f"two bodies under one key: {names}"
+        )
         assert len(charges) <= len(KEYS), f"another downstream key: {charges}"
 
     def _look_at_answers(self) -> None:
@@ -139,12 +158,18 @@ class Promise(RuleBasedStateMachine):
                 continue
             (key, body), answer = self.requests[actor], actor.result
             assert answer.status_code in (201, 409, 422, 500), answer.content
-            happened[f"{answer.status_code}{' replayed' if 'Idempotent-Replayed' in answer else ''}"] += 1
+            happened[
+                f"{answer.status_code}{' replayed' if 'Idempotent-Replayed' in answer else ''}"
+            ] += 1
             if answer.status_code == 201:
                 assert json.loads(answer.content)["paid"] == f"{key}:{body}"
-                assert self.answers.setdefault(key, answer.content) == answer.content, "two answers to one request"
+                assert self.answers.setdefault(key, answer.content) == answer.content, (
+                    "two answers to one request"
+                )
             if answer.status_code == 422:
-                assert not IdempotencyKey.objects.filter(idempotency_key=key, request_body=str(body).encode()).exists()
+                assert not IdempotencyKey.objects.filter(
+                    idempotency_key=key, request_body=str(body).encode()
+                ).exists()
 
     def teardown(self) -> None:
         for actor in list(self.running):
@@ -156,15 +181,28 @@ class Promise(RuleBasedStateMachine):
             IdempotencyKey.objects.update(next_run_at=None)
             complete_once()
         for key in IdempotencyKey.objects.all():
-            assert key.finished_at is not None, f"lost: {key.recovery_point} {key.last_error} {key.stuck_reason}"
+            assert key.finished_at is not None, (
+                f"lost: {key.recovery_point} {key.last_error} {key.stuck_reason}"
+            )
             name = f"{key.idempotency_key}:{bytes(key.request_body).decode()}"
             kept = bytes(key.response_body)
-            assert self.answers.get(key.idempotency_key, kept) == kept, "a client has seen another answer"
-            work = [entry.split()[0] for entry in Entry.objects.filter(name__contains=name).values_list("name", flat=True)]
+            assert self.answers.get(key.idempotency_key, kept) == kept, (
+                "a client has seen another answer"
+            )
+            work = [
+                entry.split()[0]
+                for entry in Entry.objects.filter(name__contains=name).values_list(
+                    "name", flat=True
+                )
+            ]
             assert sorted(work) == ["charged", "reserved"]
             assert StagedJob.objects.filter(job_args={"text": name}).count() == 1
         keys = IdempotencyKey.objects.count()
-        assert (len(charges), Entry.objects.count(), StagedJob.objects.count()) == (keys, 2 * keys, keys)
+        assert (len(charges), Entry.objects.count(), StagedJob.objects.count()) == (
+            keys,
+            2 * keys,
+            keys,
+        )
 
 
 @override_settings(ROOT_URLCONF=__name__)
@@ -183,4 +221,6 @@ def test_no_interleaving_breaks_the_promise(caplog: pytest.LogCaptureFixture) ->
     print(f"what happened: {dict(happened)}")  # noqa: T201
     assert happened["steps"] >= 5000
     for what in ("201", "201 replayed", "409", "422", "500", "fail", "die", "resumed"):
-        assert happened[what] >= 10, f"{what} happened {happened[what]} times: this run proves little"
+        assert happened[what] >= 10, (
+            f"{what} happened {happened[what]} times: this run proves little"
+        )

@@ -1,4 +1,5 @@
-"""What gunicorn serves after a bad deploy: the bug comes after the charge was made, so each booking fails in the middle."""
+"""What gunicorn serves after a bad deploy: the bug comes after the charge was made, so each booking
+fails in the middle."""
 
 from typing import NoReturn
 
@@ -15,7 +16,9 @@ _charge_ride = payments.charge_ride
 
 def charge_and_stumble(ride: Ride, downstream_key: str) -> NoReturn:
     """Charge the ride and make nothing of the answer."""
-    raise KeyError(f"{_charge_ride(ride, downstream_key)} is not in a table that this deploy forgot")
+    raise KeyError(
+        f"{_charge_ride(ride, downstream_key)} is not in a table that this deploy forgot"
+    )
 
 
 payments.charge_ride = charge_and_stumble

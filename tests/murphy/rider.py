@@ -14,7 +14,8 @@ Result = TypeVar("Result")
 
 
 class Rider:
-    """A client of one web server with one booking; ``heard`` are all the answers that came, in their order."""
+    """A client of one web server with one booking; ``heard`` are all the answers that came, in
+    their order."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url
@@ -39,12 +40,17 @@ class Rider:
     def post(self) -> httpx.Response:
         """Send the booking once and wait for the answer as long as it takes."""
         content = json.dumps(self.booking.body)
-        return self._clients.http.post("/rides", content=content, headers=self.headers(), timeout=60)
+        return self._clients.http.post(
+            "/rides", content=content, headers=self.headers(), timeout=60
+        )
 
     def settle(self) -> httpx.Response:
-        """Send the booking until an answer stands: over lost connections, 503, and 409 with ``Retry-After``."""
+        """Send the booking until an answer stands: over lost connections, 503, and 409 with
+        ``Retry-After``."""
         outcome = self._clients.run(self.booking)
-        assert outcome.answer is not None, f"gave up after {outcome.tries} tries: {self.tally.counts}"
+        assert outcome.answer is not None, (
+            f"gave up after {outcome.tries} tries: {self.tally.counts}"
+        )
         assert self.tally.wrong == []
         return outcome.answer
 

@@ -1,4 +1,5 @@
-"""Rocket Rides with processes, database, Redis and Stripe of its own; what dies stays dead until the test starts it again."""
+"""Rocket Rides with processes, database, Redis and Stripe of its own; what dies stays dead until
+the test starts it again."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,8 @@ ENVIRONMENT = {
     # Nothing that the environment of the tests names: these services are to be killed.
     **dict.fromkeys(("DATABASE_URL", "REDIS_URL", "STRIPE_API_BASE", "STRIPE_API_KEY"), ""),
 }
-#: Those that a test finds running; the completer would be faster than the client at some of what is tested.
+#: Those that a test finds running; the completer would be faster than the client at some of what is
+#: tested.
 RUNNING = ("postgres", "redis", "sandbox", "web", "web 2", "enqueuer", "worker")
 
 _BOOKS = """
@@ -44,13 +46,17 @@ _BOOKS = """
     WHERE k.id > %(key)s OR r.id > %(ride)s
     ORDER BY r.id
 """
-_LAST = "SELECT (SELECT coalesce(max(id), 0) FROM idempotency_idempotencykey) AS key, coalesce(max(id), 0) AS ride FROM rides"
+_LAST = (
+    "SELECT (SELECT coalesce(max(id), 0) FROM idempotency_idempotencykey) AS key, coalesce(max(id),"
+    " 0) AS ride FROM rides"
+)
 
 
 class Service:
     """Every process of the demo, with a second web server on the same database; a context manager.
 
-    What is asked of it is about the present test: the rows, charges and keys that came after ``begin``.
+    What is asked of it is about the present test: the rows, charges and keys that came after
+    ``begin``.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -72,7 +78,11 @@ class Service:
             command = list(web.command)
             command[command.index("--bind") + 1] = self.second_url.removeprefix("http://")
             self.processes["web 2"] = Process(
-                "web 2", command, environment=web.environment, folder=BASE_FOLDER, output=logger.info
+                "web 2",
+                command,
+                environment=web.environment,
+                folder=BASE_FOLDER,
+                output=logger.info,
             )
             self.processes["reaper"].stop()
         except BaseException:
@@ -116,7 +126,8 @@ class Service:
 
     @contextmanager
     def frozen_web(self) -> Iterator[None]:
-        """Let the first web server stand still inside the block, as under a long pause of its machine."""
+        """Let the first web server stand still inside the block, as under a long pause of its
+        machine."""
         workers = psutil.Process(self.processes["web"].pid).children()
         for worker in workers:
             worker.suspend()
@@ -128,11 +139,14 @@ class Service:
 
     def rows(self, query: str, *parameters: Any) -> list[dict[str, Any]]:
         """Return what the database answers."""
-        with psycopg.connect(self.environment["DATABASE_URL"], autocommit=True, row_factory=dict_row) as connection:
+        with psycopg.connect(
+            self.environment["DATABASE_URL"], autocommit=True, row_factory=dict_row
+        ) as connection:
             return connection.execute(query, *parameters).fetchall()
 
     def books(self) -> list[dict[str, Any]]:
-        """Return the keys of this test and their rides; a ride without a key would be among them."""
+        """Return the keys of this test and their rides; a ride without a key would be among
+        them."""
         return self.rows(_BOOKS, self._last)
 
     def staged_jobs(self) -> list[str]:
@@ -141,7 +155,10 @@ class Service:
 
     def let_locks_expire(self) -> None:
         """Let so much time have passed for each lock that a retry takes over."""
-        older = "UPDATE idempotency_idempotencykey SET locked_until = locked_until - %s * interval '1 second' RETURNING id"
+        older = (
+            "UPDATE idempotency_idempotencykey SET locked_until = locked_until - %s * interval '1"
+            " second' RETURNING id"
+        )
         self.rows(older, [LOCK_TIMEOUT_SECONDS + 1])
 
     def mails(self, ride: int) -> int:
@@ -156,12 +173,19 @@ class Service:
     def charges(self) -> dict[str, int]:
         """Return the rides that were charged, by the id of the charge."""
         # The completer may charge a ride that an earlier test has left.
-        charges = {charge["id"]: int(charge["metadata"]["ride_id"]) for charge in self._stripe()["charges"]}
+        charges = {
+            charge["id"]: int(charge["metadata"]["ride_id"]) for charge in self._stripe()["charges"]
+        }
         return {charge: ride for charge, ride in charges.items() if ride > self._last["ride"]}
 
     def stripe_keys(self) -> list[dict[str, Any]]:
-        """Return the idempotency keys that Stripe was sent with charges; status 0 is a call in flight."""
-        return [key for key in self._stripe()["keys"] if key["path"] == "/v1/charges" and key["key"] not in self._known]
+        """Return the idempotency keys that Stripe was sent with charges; status 0 is a call in
+        flight."""
+        return [
+            key
+            for key in self._stripe()["keys"]
+            if key["path"] == "/v1/charges" and key["key"] not in self._known
+        ]
 
     def wait_until_stripe_works(self) -> None:
         """Wait for a charge in flight: the ride is committed, and a web server waits for Stripe."""

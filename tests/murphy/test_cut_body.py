@@ -1,4 +1,5 @@
-"""The first line of Murphy's list for views that do not count the bytes of their body, as those of the demo do."""
+"""The first line of Murphy's list for views that do not count the bytes of their body, as those of
+the demo do."""
 
 from io import BytesIO
 
@@ -22,7 +23,8 @@ def pay(request: HttpRequest) -> JsonResponse:
 
 
 def arrived(body: bytes, length: int, content_type: str) -> WSGIRequest:
-    """Return the request of which so much arrived before the connection broke, as a server hands it on."""
+    """Return the request of which so much arrived before the connection broke, as a server hands it
+    on."""
     return WSGIRequest(
         {
             "REQUEST_METHOD": "POST",
@@ -43,7 +45,9 @@ def arrived(body: bytes, length: int, content_type: str) -> WSGIRequest:
     [(FORM, "application/x-www-form-urlencoded"), (MULTIPART, "multipart/form-data; boundary=x")],
     ids=["urlencoded", "multipart"],
 )
-def test_a_body_that_ended_too_early_spends_no_key_and_the_retry_succeeds(form: bytes, content_type: str) -> None:
+def test_a_body_that_ended_too_early_spends_no_key_and_the_retry_succeeds(
+    form: bytes, content_type: str
+) -> None:
     for length in range(len(form)):
         assert pay(arrived(form[:length], len(form), content_type)).status_code == 400
     assert IdempotencyKey.objects.count() == 0

@@ -1,4 +1,5 @@
-"""Each line of Murphy's list: whatever goes wrong, one ride, one charge, one receipt, and the same bytes for each retry."""
+"""Each line of Murphy's list: whatever goes wrong, one ride, one charge, one receipt, and the same
+bytes for each retry."""
 
 import socket
 import struct
@@ -22,20 +23,29 @@ SLOW = {"fault": "slow", "seconds": SLOW_SECONDS}
 
 
 def assert_booked_once(service: Service, *answers: tuple[Rider, httpx.Response]) -> None:
-    """Assert that each rider has one ride, one charge and one receipt, that there are no others, and retries are replays."""
+    """Assert that each rider has one ride, one charge and one receipt, that there are no others,
+    and retries are replays."""
     books = service.books()
-    assert {row["key"]: (row["recovery_point"], row["response_code"], row["ride"]) for row in books} == {
-        rider.key: ("finished", 201, answer.json()["ride"]["id"]) for rider, answer in answers
-    }
+    assert {
+        row["key"]: (row["recovery_point"], row["response_code"], row["ride"]) for row in books
+    } == {rider.key: ("finished", 201, answer.json()["ride"]["id"]) for rider, answer in answers}
     assert len(books) == len(answers)
     assert {row["audit_records"] for row in books} == {1}
     assert service.charges() == {row["charge"]: row["ride"] for row in books}
     for rider, answer in answers:
         again = rider.post()
-        assert (again.status_code, again.content) == (answer.status_code, answer.content) == (201, answer.content)
+        assert (
+            (again.status_code, again.content)
+            == (answer.status_code, answer.content)
+            == (201, answer.content)
+        )
         assert again.headers["Idempotent-Replayed"] == "true"
-        assert [again.headers[name] for name in ("Location", "ETag")] == [answer.headers[name] for name in ("Location", "ETag")]
-    eventually(lambda: all(row["receipts"] for row in service.books()) and not service.staged_jobs())
+        assert [again.headers[name] for name in ("Location", "ETag")] == [
+            answer.headers[name] for name in ("Location", "ETag")
+        ]
+    eventually(
+        lambda: all(row["receipts"] for row in service.books()) and not service.staged_jobs()
+    )
     assert [row["receipts"] for row in service.books()] == [1] * len(answers)
     assert [service.mails(row["ride"]) for row in books] == [1] * len(answers)
 
@@ -49,26 +59,38 @@ def assert_told_to_come_back(answers: list[httpx.Response], *codes: str) -> None
 
 
 def send_in_part(rider: Rider, end: int, *, politely: bool) -> None:
-    """Send the booking as a form up to its byte ``end``, and break the connection: with a FIN, or with a reset."""
+    """Send the booking as a form up to its byte ``end``, and break the connection: with a FIN, or
+    with a reset."""
     address = urllib.parse.urlsplit(rider.url)
     body = urllib.parse.urlencode(RIDE)
-    headers = rider.headers() | {"Content-Type": "application/x-www-form-urlencoded", "Content-Length": str(len(body))}
-    lines = ["POST /rides HTTP/1.1", f"Host: {address.netloc}", *(f"{name}: {value}" for name, value in headers.items())]
+    headers = rider.headers() | {
+        "Content-Type": "application/x-www-form-urlencoded",
+        "Content-Length": str(len(body)),
+    }
+    lines = [
+        "POST /rides HTTP/1.1",
+        f"Host: {address.netloc}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
     request = "\r\n".join([*lines, "", body]).encode()
     with socket.create_connection((address.hostname, address.port), 30) as connection:
         if not politely:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(request[:end])
         if politely:
-            # What the server makes of it is read to the end: it has taken note of this request when the retry comes.
+            # What the server makes of it is read to the end: it has taken note of this request when
+            # the retry comes.
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(65536):
                 pass
 
 
-def test_1_the_connection_breaks_before_the_request_reaches_the_server_and_the_retry_succeeds(service, rider):
+def test_1_the_connection_breaks_before_the_request_reaches_the_server_and_the_retry_succeeds(
+    service, rider
+):
     jane = rider()
-    # Without a byte, in the middle of the headers, and in the last number, which is a number all the same.
+    # Without a byte, in the middle of the headers, and in the last number, which is a number all
+    # the same.
     for end in (0, 60, -2):
         for politely in (True, False):
             send_in_part(jane, end, politely=politely)
@@ -81,7 +103,9 @@ def test_1_the_connection_breaks_before_the_request_reaches_the_server_and_the_r
     assert_booked_once(service, (jane, answer))
 
 
-def test_2_two_requests_create_the_key_at_the_same_moment_one_goes_through_and_the_other_gets_409(service, rider):
+def test_2_two_requests_create_the_key_at_the_same_moment_one_goes_through_and_the_other_gets_409(
+    service, rider
+):
     service.strike_stripe(SLOW)
     pairs = []
     for _ in range(4):
@@ -100,7 +124,9 @@ def test_2_two_requests_create_the_key_at_the_same_moment_one_goes_through_and_t
     assert_booked_once(service, *booked)
 
 
-def test_3_the_key_is_created_then_the_database_goes_down_and_retries_go_on_when_it_is_back(service, rider):
+def test_3_the_key_is_created_then_the_database_goes_down_and_retries_go_on_when_it_is_back(
+    service, rider
+):
     service.strike_stripe(SLOW | {"count": 1})
     jane = rider()
 
@@ -129,7 +155,11 @@ def test_4_stripe_is_down_503_until_it_is_back_then_the_charge_succeeds_once(ser
     with background(jane.settle) as settled:
         eventually(lambda: len(jane.heard) >= 3)
         [waiting] = service.books()
-        assert (waiting["recovery_point"], waiting["charge"], service.charges()) == ("ride_created", None, {})
+        assert (waiting["recovery_point"], waiting["charge"], service.charges()) == (
+            "ride_created",
+            None,
+            {},
+        )
         service.strike_stripe()
         answer = settled.result(60)
 
@@ -139,7 +169,9 @@ def test_4_stripe_is_down_503_until_it_is_back_then_the_charge_succeeds_once(ser
     assert_booked_once(service, (jane, answer))
 
 
-def test_5_the_server_process_dies_while_it_waits_for_stripe_and_the_retry_calls_stripe_with_the_same_key(service, rider):
+def test_5_the_server_process_dies_while_it_waits_for_stripe_and_the_retry_calls_stripe_with_the_same_key(
+    service, rider
+):
     service.strike_stripe(SLOW | {"count": 1})
     jane = rider()
 
@@ -154,7 +186,10 @@ def test_5_the_server_process_dies_while_it_waits_for_stripe_and_the_retry_calls
         answer = settled.result(60)
 
     assert (before["ride"], before["charge"]) == (answer.json()["ride"]["id"], None)
-    assert sum(count for event, count in jane.tally.counts.items() if event.startswith("no answer")) >= 1
+    assert (
+        sum(count for event, count in jane.tally.counts.items() if event.startswith("no answer"))
+        >= 1
+    )
     # The lock of the dead one holds until it expires.
     assert_told_to_come_back(jane.heard[:-1], "key_in_use")
     assert [key["replays"] for key in service.stripe_keys()] == [1]
@@ -171,20 +206,30 @@ def test_6_a_bad_deploy_answers_500_in_the_middle_and_after_the_fix_retries_go_o
         before = {row["key"]: (row["recovery_point"], row["ride"]) for row in service.books()}
     finally:
         service.serve("rides_demo.wsgi")
-    assert {key: point for key, (point, _) in before.items()} == {patient.key: "ride_created", gone.key: "ride_created"}
+    assert {key: point for key, (point, _) in before.items()} == {
+        patient.key: "ride_created",
+        gone.key: "ride_created",
+    }
 
     answer = patient.settle()
     service.processes["completer"].launch()
     eventually(lambda: {row["recovery_point"] for row in service.books()} == {"finished"})
     of_gone = gone.post()
 
-    assert {row["key"]: row["ride"] for row in service.books()} == {key: ride for key, (_, ride) in before.items()}
-    assert {row["key"]: row["completer_attempts"] for row in service.books()} == {patient.key: 0, gone.key: 1}
+    assert {row["key"]: row["ride"] for row in service.books()} == {
+        key: ride for key, (_, ride) in before.items()
+    }
+    assert {row["key"]: row["completer_attempts"] for row in service.books()} == {
+        patient.key: 0,
+        gone.key: 1,
+    }
     assert sorted(key["replays"] for key in service.stripe_keys()) == [1, 2]
     assert_booked_once(service, (patient, answer), (gone, of_gone))
 
 
-def test_7_stripe_charged_the_answer_was_lost_the_client_never_comes_back_and_the_completer_finishes(service, rider):
+def test_7_stripe_charged_the_answer_was_lost_the_client_never_comes_back_and_the_completer_finishes(
+    service, rider
+):
     service.strike_stripe({"fault": "cut_after", "count": 1})
     jane = rider()
 
@@ -203,7 +248,9 @@ def test_7_stripe_charged_the_answer_was_lost_the_client_never_comes_back_and_th
     assert_booked_once(service, (jane, late))
 
 
-def test_8_the_first_request_is_so_slow_that_its_lock_expires_and_a_retry_takes_over(service, rider):
+def test_8_the_first_request_is_so_slow_that_its_lock_expires_and_a_retry_takes_over(
+    service, rider
+):
     service.strike_stripe(SLOW | {"count": 1})
     slow = rider()
     jane = rider(service.second_url, slow.key)
@@ -226,7 +273,9 @@ def test_8_the_first_request_is_so_slow_that_its_lock_expires_and_a_retry_takes_
     assert_booked_once(service, (jane, answer))
 
 
-def test_9_the_enqueuer_dies_between_handing_a_job_over_and_deleting_it_and_the_receipt_is_sent_once(service, rider):
+def test_9_the_enqueuer_dies_between_handing_a_job_over_and_deleting_it_and_the_receipt_is_sent_once(
+    service, rider
+):
     enqueuer = service.processes["enqueuer"]
     enqueuer.stop()
     jane = rider()
@@ -238,15 +287,26 @@ def test_9_the_enqueuer_dies_between_handing_a_job_over_and_deleting_it_and_the_
         connection.execute("LOCK TABLE idempotency_stagedjob IN SHARE MODE")
         enqueuer.launch()
         eventually(lambda: service.books()[0]["receipts"])
-        eventually(lambda: service.rows("SELECT FROM pg_stat_activity WHERE query LIKE 'DELETE%' AND wait_event_type = 'Lock'"))
+        eventually(
+            lambda: service.rows(
+                "SELECT FROM pg_stat_activity WHERE query LIKE 'DELETE%' AND wait_event_type ="
+                " 'Lock'"
+            )
+        )
         enqueuer.kill()
     assert service.staged_jobs() == [job_id]
 
     enqueuer.launch()
     eventually(lambda: not service.staged_jobs())
     with redis.Redis.from_url(service.environment["REDIS_URL"]) as broker:
-        deliveries = eventually(lambda: (results := Job.fetch(job_id, broker).results()) and len(results) > 1 and results)
+        deliveries = eventually(
+            lambda: (
+                (results := Job.fetch(job_id, broker).results()) and len(results) > 1 and results
+            )
+        )
     assert [delivery.type.name for delivery in deliveries] == ["SUCCESSFUL", "SUCCESSFUL"]
-    took_effect = service.rows("SELECT FROM idempotency_processedmessage WHERE message_id = %s", [job_id])
+    took_effect = service.rows(
+        "SELECT FROM idempotency_processedmessage WHERE message_id = %s", [job_id]
+    )
     assert len(took_effect) == 1
     assert_booked_once(service, (jane, answer))

@@ -1,12 +1,15 @@
-"""Run the tests of ``make test`` against every mutant; end with ``mutants: ok`` or ``mutants: FAILED n``.
+"""Run the tests of ``make test`` against every mutant; end with ``mutants: ok`` or ``mutants:
+FAILED n``.
 
-A first run of the unchanged code records which test runs which line. A mutant is then tested with the tests that run its line:
-first the test that killed it before, then those that killed another mutant of its function, then the fastest; on PostgreSQL,
-then on SQLite. It is killed if a test fails twice, and endless if a test takes too long twice. A mutant that survives is a
-failure, unless SURVIVORS.md gives the reason why no test can detect it.
+A first run of the unchanged code records which test runs which line. A mutant is then tested with
+the tests that run its line: first the test that killed it before, then those that killed another
+mutant of its function, then the fastest; on PostgreSQL, then on SQLite. It is killed if a test
+fails twice, and endless if a test takes too long twice. A mutant that survives is a failure, unless
+SURVIVORS.md gives the reason why no test can detect it.
 
 Source: R. A. DeMillo and others, "Hints on Test Data Selection" (1978).
 """
+
 # ruff: noqa: T201 - it prints its report
 
 import argparse
@@ -30,15 +33,20 @@ from tests.mutation.choice import FIRST_FILE, POSTGRESQL, SAMPLED, SEED, SQLITE,
 from tests.mutation.mutants import ROOT, SQL_MODULES, Mutant, mutants_of
 from tests.mutation.stand import Found, Stand
 
-#: The mutants that no test can detect. Each of them is tested with at most TESTS_OF_EXPLAINED tests.
-EXPLAINED = set(re.findall(r"^- `(.*)`$", (Path(__file__).parent / "SURVIVORS.md").read_text(), re.M))
+#: The mutants that no test can detect. Each of them is tested with at most TESTS_OF_EXPLAINED
+#: tests.
+EXPLAINED = set(
+    re.findall(r"^- `(.*)`$", (Path(__file__).parent / "SURVIVORS.md").read_text(), re.M)
+)
 TESTS_OF_EXPLAINED = 100
-#: The outcome of each mutant by the digest of its text, and the table, for ``--resume`` and for a comparison.
+#: The outcome of each mutant by the digest of its text, and the table, for ``--resume`` and for a
+#: comparison.
 RESULTS = ROOT / ".run" / "mutants.json"
 #: Which test of a file runs which line; valid until the file or the code changes.
 LINES = ROOT / ".run" / "mutants-lines"
 DATABASES = ("postgresql", "sqlite")
-#: The time limit of a test on the unchanged code, and the number of tests that may fail without a mutant; these are left out.
+#: The time limit of a test on the unchanged code, and the number of tests that may fail without a
+#: mutant; these are left out.
 TEST_SECONDS, FEW = 300, 20
 OUTCOMES = ("killed", "endless", "survived", "explained", "unsound", "not tested")
 
@@ -49,7 +57,9 @@ class Tests:
     def __init__(self, run: dict[str, Any]) -> None:
         self.seconds: dict[str, float] = run["seconds"]
         self._lines = {
-            (module, int(line)): set(run["lines"][module][line]) for module in run["lines"] for line in run["lines"][module]
+            (module, int(line)): set(run["lines"][module][line])
+            for module in run["lines"]
+            for line in run["lines"][module]
         }
         self._killers: dict[tuple[str, str], set[str]] = defaultdict(set)
 
@@ -57,17 +67,31 @@ class Tests:
         """Return the tests for a mutant, in order, with their seconds."""
         first = {known, *self._killers[mutant.module, mutant.function]}
         if mutant.module in SQL_MODULES:
-            # Statements are built once and used by all tests. The tests that use the changed statement come first.
-            chosen, first = set(self.seconds), first | self._using(mutant.function.rpartition(".")[2])
+            # Statements are built once and used by all tests. The tests that use the changed
+            # statement come first.
+            chosen, first = (
+                set(self.seconds),
+                first | self._using(mutant.function.rpartition(".")[2]),
+            )
         else:
-            # No test runs the lines of an import. Use the tests that run any line of the module instead.
-            lines = mutant.lines or [line for module, line in self._lines if module == mutant.module]
+            # No test runs the lines of an import. Use the tests that run any line of the module
+            # instead.
+            lines = mutant.lines or [
+                line for module, line in self._lines if module == mutant.module
+            ]
             chosen = self._running(mutant.module, lines)
-        in_order = sorted(chosen & self.seconds.keys(), key=lambda test: (test != known, test not in first, self.seconds[test]))
-        return {test: self.seconds[test] for test in in_order[: TESTS_OF_EXPLAINED if mutant.name in EXPLAINED else None]}
+        in_order = sorted(
+            chosen & self.seconds.keys(),
+            key=lambda test: (test != known, test not in first, self.seconds[test]),
+        )
+        return {
+            test: self.seconds[test]
+            for test in in_order[: TESTS_OF_EXPLAINED if mutant.name in EXPLAINED else None]
+        }
 
     def note_killer(self, mutant: Mutant, test: str) -> None:
-        """Record that ``test`` killed a mutant, so that the next mutant of the function is tested with it first."""
+        """Record that ``test`` killed a mutant, so that the next mutant of the function is tested
+        with it first."""
         self._killers[mutant.module, mutant.function].add(test)
 
     def _running(self, module: str, lines: Any) -> set[str]:
@@ -98,9 +122,12 @@ class Bench:
         return {database: set(stand.names()) for database, stand in self.stands.items()}
 
     def meet(self, mutant: Mutant, tests: dict[str, Tests], known: str) -> Found:
-        """Run the tests of a mutant; ``known`` killed it in an earlier run. The name of a killer includes its database."""
+        """Run the tests of a mutant; ``known`` killed it in an earlier run. The name of a killer
+        includes its database."""
         for database, stand in self.stands.items():
-            found = stand.meet(mutant, tests[database].of(mutant, known.removeprefix(f"{database} ")))
+            found = stand.meet(
+                mutant, tests[database].of(mutant, known.removeprefix(f"{database} "))
+            )
             if found.outcome != "survived":
                 tests[database].note_killer(mutant, found.killer)
                 return Found(found.outcome, f"{database} {found.killer}")
@@ -114,15 +141,22 @@ class Results:
         kept = json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else {}
         self._kept: dict[str, dict[str, str]] = kept
         self._resume = resume
-        self._killers = {f"{database} {test}" for database in names for test in [*names[database], "its import"]}
+        self._killers = {
+            f"{database} {test}" for database in names for test in [*names[database], "its import"]
+        }
         self._tests = hashlib.sha256(json.dumps(names).encode()).hexdigest()
         self._lock = Lock()
 
     def known(self, mutant: Mutant) -> Found | None:
-        """Return the outcome of an earlier run if it is valid: the killer exists, or a survivor's tests are the same."""
+        """Return the outcome of an earlier run if it is valid: the killer exists, or a survivor's
+        tests are the same."""
         if not self._resume or not (kept := self._kept.get(mutant.digest)):
             return None
-        holds = kept["tests"] == self._tests if kept["outcome"] == "survived" else kept["killer"] in self._killers
+        holds = (
+            kept["tests"] == self._tests
+            if kept["outcome"] == "survived"
+            else kept["killer"] in self._killers
+        )
         return Found(kept["outcome"], kept["killer"]) if holds else None
 
     def killer(self, mutant: Mutant) -> str:
@@ -153,7 +187,9 @@ class Results:
 class Run:
     """A run: first all tests without a mutant, then each mutant, then the table."""
 
-    def __init__(self, to_do: list[Mutant], benches: list[Bench], *, resume: bool, end: float) -> None:
+    def __init__(
+        self, to_do: list[Mutant], benches: list[Bench], *, resume: bool, end: float
+    ) -> None:
         self._to_do, self._benches, self._end = to_do, benches, end
         self._free: SimpleQueue[Bench] = SimpleQueue()
         for bench in benches:
@@ -161,47 +197,73 @@ class Run:
         with ThreadPoolExecutor(4) as pool:
             # Only tests that all stands have: a name with a random part exists on one stand only.
             lists = list(pool.map(Bench.names, benches))
-            names = {database: sorted(set.intersection(*(each[database] for each in lists))) for database in DATABASES}
-            runs = {database: self._cover(database, names[database], pool) for database in DATABASES}
+            names = {
+                database: sorted(set.intersection(*(each[database] for each in lists)))
+                for database in DATABASES
+            }
+            runs = {
+                database: self._cover(database, names[database], pool) for database in DATABASES
+            }
         for database in DATABASES:
             for test in runs[database]["failed"]:
-                print(f"left out, since it fails without a mutant on {database}: {test}", flush=True)
+                print(
+                    f"left out, since it fails without a mutant on {database}: {test}", flush=True
+                )
             if len(runs[database]["failed"]) > FEW:
                 raise SystemExit(f"More than {FEW} tests fail without a mutant.\nmutants: FAILED 1")
         self._tests = {database: Tests(run) for database, run in runs.items()}
-        self._results = Results(resume, {database: sorted(self._tests[database].seconds) for database in DATABASES})
+        self._results = Results(
+            resume, {database: sorted(self._tests[database].seconds) for database in DATABASES}
+        )
 
     def outcomes(self) -> dict[str, str]:
         """Return the outcome of each mutant by its name."""
         with ThreadPoolExecutor(len(self._benches)) as pool:
-            found = dict(zip([mutant.name for mutant in self._to_do], pool.map(self._one, self._to_do), strict=True))
-        # A test that also fails without a mutant proves nothing, so all killers run again without a mutant.
+            found = dict(
+                zip(
+                    [mutant.name for mutant in self._to_do],
+                    pool.map(self._one, self._to_do),
+                    strict=True,
+                )
+            )
+        # A test that also fails without a mutant proves nothing, so all killers run again without a
+        # mutant.
         unsound = self._unsound({result.killer for result in found.values() if result.killer})
         for mutant in self._to_do:
             if found[mutant.name].killer in unsound:
                 self._results.forget(mutant)
                 found[mutant.name] = Found("unsound")
         return {
-            name: "explained" if result.outcome == "survived" and name in EXPLAINED else result.outcome
+            name: (
+                "explained"
+                if result.outcome == "survived" and name in EXPLAINED
+                else result.outcome
+            )
             for name, result in found.items()
         }
 
     def report(self, outcomes: dict[str, str], seconds: float) -> None:
         """Print the table, and write it to the file."""
         table = {
-            module: dict(Counter(outcomes[mutant.name] for mutant in self._to_do if mutant.module == module))
+            module: dict(
+                Counter(outcomes[mutant.name] for mutant in self._to_do if mutant.module == module)
+            )
             for module in dict.fromkeys(mutant.module for mutant in self._to_do)
         }
         survivors = sorted(name for name, outcome in outcomes.items() if outcome == "survived")
         self._results.write(table=table, survivors=survivors, seconds=round(seconds), seed=SEED)
         print(f"\n{'module':28}{'mutants':>10}" + "".join(f"{outcome:>12}" for outcome in OUTCOMES))
         for module, counts in {**table, "all": Counter(outcomes.values())}.items():
-            print(f"{module:28}{sum(counts.values()):>10}" + "".join(f"{counts.get(outcome, 0):>12}" for outcome in OUTCOMES))
+            print(
+                f"{module:28}{sum(counts.values()):>10}"
+                + "".join(f"{counts.get(outcome, 0):>12}" for outcome in OUTCOMES)
+            )
         for survivor in survivors:
             print(f"survived, and nobody has said why: {survivor}")
 
     def _cover(self, database: str, names: list[str], pool: ThreadPoolExecutor) -> dict[str, Any]:
-        """Return which test runs which line; use the files of an earlier run if nothing has changed."""
+        """Return which test runs which line; use the files of an earlier run if nothing has
+        changed."""
         began, code = time.monotonic(), _digest_of_the_code()
         LINES.mkdir(parents=True, exist_ok=True)
         files: dict[str, list[str]] = defaultdict(list)
@@ -209,27 +271,43 @@ class Run:
             files[name.partition("::")[0]].append(name)
 
         def one(file: str) -> dict[str, Any]:
-            digest = hashlib.sha256("\n".join([code, database, file, (ROOT / file).read_text()]).encode())
+            digest = hashlib.sha256(
+                "\n".join([code, database, file, (ROOT / file).read_text()]).encode()
+            )
             kept = LINES / f"{digest.hexdigest()}.json"
             if not kept.exists():
                 bench = self._free.get()
                 try:
-                    kept.write_text(json.dumps(bench.stands[database].cover(files[file], TEST_SECONDS)))
+                    kept.write_text(
+                        json.dumps(bench.stands[database].cover(files[file], TEST_SECONDS))
+                    )
                 finally:
                     self._free.put(bench)
             part: dict[str, Any] = json.loads(kept.read_text())
             return part
 
         # The first run on each stand creates its database.
-        list(pool.map(lambda bench: bench.stands[database].cover(files[FIRST_FILE], TEST_SECONDS), self._benches))
-        run: dict[str, Any] = {"lines": defaultdict(lambda: defaultdict(list)), "seconds": {}, "failed": []}
+        list(
+            pool.map(
+                lambda bench: bench.stands[database].cover(files[FIRST_FILE], TEST_SECONDS),
+                self._benches,
+            )
+        )
+        run: dict[str, Any] = {
+            "lines": defaultdict(lambda: defaultdict(list)),
+            "seconds": {},
+            "failed": [],
+        }
         for part in pool.map(one, sorted(files, key=lambda file: -len(files[file]))):
             run["seconds"] |= part["seconds"]
             run["failed"] += part["failed"]
             for module, lines in part["lines"].items():
                 for line, tests in lines.items():
                     run["lines"][module][line] += tests
-        print(f"{len(names)} tests on {database}, run once in {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"{len(names)} tests on {database}, run once in {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         return run
 
     def _one(self, mutant: Mutant) -> Found:
@@ -253,10 +331,17 @@ class Run:
     def _unsound(self, killers: set[str]) -> set[str]:
         unsound = set()
         for database in DATABASES:
-            for test in sorted(self._tests[database].seconds.keys() & {name.partition(" ")[2] for name in killers}):
+            for test in sorted(
+                self._tests[database].seconds.keys() & {name.partition(" ")[2] for name in killers}
+            ):
                 killer = f"{database} {test}"
-                if killer in killers and self._benches[0].stands[database].fails(test, self._tests[database].seconds[test]):
-                    print(f"{killer} fails without a mutant too: RESUME=1 tests again what it has killed.")
+                if killer in killers and self._benches[0].stands[database].fails(
+                    test, self._tests[database].seconds[test]
+                ):
+                    print(
+                        f"{killer} fails without a mutant too: RESUME=1 tests again what it has"
+                        " killed."
+                    )
                     unsound.add(killer)
         return unsound
 
@@ -273,29 +358,56 @@ def _digest_of_the_code() -> str:
 
 
 def main() -> int:
-    """Return the number of unexplained survivors, of mutants that were not tested in time, and of unsound results."""
+    """Return the number of unexplained survivors, of mutants that were not tested in time, and of
+    unsound results."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
-    parser.add_argument("--modules", default="", help=f"some of {' '.join([*WHOLE, *SAMPLED])}; all by default")
+    parser.add_argument(
+        "--modules", default="", help=f"some of {' '.join([*WHOLE, *SAMPLED])}; all by default"
+    )
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--only", default="", help="a regular expression; the mutants with such a name")
-    parser.add_argument("--resume", action="store_true", help="believe what earlier runs found, as long as its tests exist")
+    parser.add_argument(
+        "--only", default="", help="a regular expression; the mutants with such a name"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="believe what earlier runs found, as long as its tests exist",
+    )
     options = parser.parse_args()
     began = time.monotonic()
-    modules = re.split(r"[\s,]+", options.modules.strip()) if options.modules.strip() else [*WHOLE, *SAMPLED]
+    modules = (
+        re.split(r"[\s,]+", options.modules.strip())
+        if options.modules.strip()
+        else [*WHOLE, *SAMPLED]
+    )
     if unknown := [module for module in modules if module not in {*WHOLE, *SAMPLED}]:
         parser.error(f"{', '.join(unknown)}: choose from {' '.join([*WHOLE, *SAMPLED])}")
-    to_do = [mutant for module in modules for mutant in mutants_of(module) if re.search(options.only, mutant.name)]
+    to_do = [
+        mutant
+        for module in modules
+        for mutant in mutants_of(module)
+        if re.search(options.only, mutant.name)
+    ]
     samples = ", ".join(f"{SAMPLED[module]} of {module}" for module in modules if module in SAMPLED)
-    print(f"{len(to_do)} mutants" + (f", of which a sample by seed {SEED}: {samples}" if samples else ""), flush=True)
+    print(
+        f"{len(to_do)} mutants"
+        + (f", of which a sample by seed {SEED}: {samples}" if samples else ""),
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
-        with HastyPostgres(folder / "postgres", max_connections=200) as server, ExitStack() as stack:
+        with (
+            HastyPostgres(folder / "postgres", max_connections=200) as server,
+            ExitStack() as stack,
+        ):
             benches = [Bench(number, folder, server, stack) for number in range(2)]
             run = Run(to_do, benches, resume=options.resume, end=began + options.minutes * 60)
             outcomes = run.outcomes()
             run.report(outcomes, time.monotonic() - began)
     counts = Counter(outcomes.values())
-    for gone in sorted(name for name in EXPLAINED & outcomes.keys() if outcomes[name] in {"killed", "endless"}):
+    for gone in sorted(
+        name for name in EXPLAINED & outcomes.keys() if outcomes[name] in {"killed", "endless"}
+    ):
         print(f"SURVIVORS.md explains what does not survive any more: {gone}")
     return counts["survived"] + counts["not tested"] + counts["unsound"]
 

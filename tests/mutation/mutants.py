@@ -1,6 +1,7 @@
 """Create the mutants: modules with one small bug each.
 
-Cosmic Ray creates mutants of Python's operators. This module also removes statements and changes SQL.
+Cosmic Ray creates mutants of Python's operators. This module also removes statements and changes
+SQL.
 """
 
 import ast
@@ -21,39 +22,71 @@ from tests.mutation.warm import signature
 
 ROOT = Path(__file__).resolve().parents[2]
 SQL_MODULES = ("idempotency/_engine/statements.py", "idempotency/_engine/advisory_locks.py")
-#: Operators of Cosmic Ray, without those that change ``X | None`` in annotations or the bare ``*`` of a signature.
+#: Operators of Cosmic Ray, without those that change ``X | None`` in annotations or the bare ``*``
+#: of a signature.
 OPERATORS = (
     *("AddNot", "ReplaceUnaryOperator_Delete_Not", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
     *("ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceContinueWithBreak", "ZeroIterationForLoop"),
     *("ReplaceComparisonOperator_Is_IsNot", "ReplaceComparisonOperator_IsNot_Is"),
     *("ReplaceComparisonOperator_Eq_NotEq", "ReplaceComparisonOperator_NotEq_Eq"),
-    *("ReplaceComparisonOperator_Gt_GtE", "ReplaceComparisonOperator_LtE_Lt", "ReplaceComparisonOperator_LtE_Gt"),
+    *(
+        "ReplaceComparisonOperator_Gt_GtE",
+        "ReplaceComparisonOperator_LtE_Lt",
+        "ReplaceComparisonOperator_LtE_Gt",
+    ),
     *("ReplaceBinaryOperator_Add_Sub", "ReplaceBinaryOperator_Sub_Add"),
     *("NumberReplacer", "ExceptionReplacer", "RemoveDecorator"),
 )
 #: Bugs in the texts of the statements: a text that occurs once, and its replacement.
 SQL = (
     ("k.id = %(id)s AND k.claim_token = %(token)s", "k.id = %(id)s"),
-    ('_REACHED = "k.recovery_point = %(reached)s"', '_REACHED = "(true OR k.recovery_point = %(reached)s)"'),
-    ("(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})", "(k.stuck_at IS NULL)"),
+    (
+        '_REACHED = "k.recovery_point = %(reached)s"',
+        '_REACHED = "(true OR k.recovery_point = %(reached)s)"',
+    ),
+    (
+        "(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})",
+        "(k.stuck_at IS NULL)",
+    ),
     ("(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})", "(true)"),
-    ("(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')", "(k.stuck_at IS NULL)"),
+    (
+        "(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')",
+        "(k.stuck_at IS NULL)",
+    ),
     ("(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')", "(true)"),
     ("\"stuck_at = NULL, stuck_code = '', stuck_reason = ''\"", '"stuck_at = k.stuck_at"'),
-    ("(k.locked_until IS NULL OR k.locked_until <= {", "(k.locked_until IS NULL OR k.locked_until > {"),
+    (
+        "(k.locked_until IS NULL OR k.locked_until <= {",
+        "(k.locked_until IS NULL OR k.locked_until > {",
+    ),
     ("(k.locked_until IS NULL OR k.locked_until <= {", "(k.locked_until <= {"),
     ("> {ABANDONED_AFTER_LEASES - 1} * k.lease_seconds", "> 0"),
-    ('later_by.format("k.lease_seconds", "second")', 'later_by.format("k.lease_seconds", "minute")'),
+    (
+        'later_by.format("k.lease_seconds", "second")',
+        'later_by.format("k.lease_seconds", "minute")',
+    ),
     ('f"k.expires_at < {self.now}"', 'f"k.expires_at > {self.now}"'),
     ('later_by.format("k.retention_hours", "hour")', 'later_by.format("k.retention_hours", "day")'),
     (', expires_at = {self.expiry}, ")', ', ")'),
-    ('_NOT_REFUSED = "refused_at = NULL, expires_at = NULL"', '_NOT_REFUSED = "refused_at = k.refused_at"'),
-    ("IS NULL OR k.locked_until <= excluded.created_at", "IS NULL OR k.locked_until > excluded.created_at"),
+    (
+        '_NOT_REFUSED = "refused_at = NULL, expires_at = NULL"',
+        '_NOT_REFUSED = "refused_at = k.refused_at"',
+    ),
+    (
+        "IS NULL OR k.locked_until <= excluded.created_at",
+        "IS NULL OR k.locked_until > excluded.created_at",
+    ),
     ("(k.locked_until IS NULL OR k.locked_until <= excluded", "(k.locked_until <= excluded"),
     ("(k.finished_at IS NULL AND k.request_fingerprint", "(k.request_fingerprint"),
     ("k.request_fingerprint = %(request_fingerprint)s AND {unlocked} ", "{unlocked} "),
-    ("k.request_fingerprint = %(request_fingerprint)s AND {unlocked} ", "k.request_fingerprint = %(request_fingerprint)s "),
-    ('f"AND {_OPEN_TO_RETRIES} AND {self.dialect.known_point})"', 'f"AND {self.dialect.known_point})"'),
+    (
+        "k.request_fingerprint = %(request_fingerprint)s AND {unlocked} ",
+        "k.request_fingerprint = %(request_fingerprint)s ",
+    ),
+    (
+        'f"AND {_OPEN_TO_RETRIES} AND {self.dialect.known_point})"',
+        'f"AND {self.dialect.known_point})"',
+    ),
     ('f"AND {_OPEN_TO_RETRIES} AND {self.dialect.known_point})"', 'f"AND {_OPEN_TO_RETRIES})"'),
     ('DO UPDATE SET claim_token = excluded.claim_token, "', 'DO UPDATE SET "'),
     ('"locked_until = excluded.locked_until, lease_seconds', '"lease_seconds'),
@@ -68,18 +101,33 @@ SQL = (
     ("WHEN NOT pg_try_advisory_xact_lock({KEY_LOCK}) THEN 'other' ELSE", "ELSE"),
     ("%(lock)s::bigint # {_TABLE_ID}::bigint", "%(lock)s::bigint"),
     ("%(mark_key)s::int # {_TABLE_ID}::int", "%(mark_key)s::int"),
-    ("SET claim_token = %(claim_token)s, locked_until = {self.lease_end}", "SET locked_until = {self.lease_end}"),
-    ("SET claim_token = %(claim_token)s, locked_until = {self.lease_end}", "SET claim_token = %(claim_token)s"),
     (
-        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
+        "SET claim_token = %(claim_token)s, locked_until = {self.lease_end}",
+        "SET locked_until = {self.lease_end}",
+    ),
+    (
+        "SET claim_token = %(claim_token)s, locked_until = {self.lease_end}",
+        "SET claim_token = %(claim_token)s",
+    ),
+    (
+        (
+            "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}"
+            " AND {_NOT_GIVEN_UP} "
+        ),
         "k.id = %(id)s AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
     ),
     (
-        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
+        (
+            "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}"
+            " AND {_NOT_GIVEN_UP} "
+        ),
         "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {_NOT_GIVEN_UP} ",
     ),
     (
-        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
+        (
+            "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}"
+            " AND {_NOT_GIVEN_UP} "
+        ),
         "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} ",
     ),
     ("(%(early)s OR k.next_run_at IS NULL OR", "(k.next_run_at IS NULL OR"),
@@ -93,7 +141,10 @@ SQL = (
     ('SET locked_until = {self.lease_end}, {_BEGUN} "', 'SET {_BEGUN} "'),
     ('SET locked_until = {self.lease_end}, {_BEGUN} "', 'SET locked_until = {self.lease_end} "'),
     ("SET locked_until = {self.lease_end}, {_BEGUN}, call", "SET {_BEGUN}, call"),
-    ("SET locked_until = {self.lease_end}, {_BEGUN}, call", "SET locked_until = {self.lease_end}, call"),
+    (
+        "SET locked_until = {self.lease_end}, {_BEGUN}, call",
+        "SET locked_until = {self.lease_end}, call",
+    ),
     ('f"{_BEGUN}, {CLEAR_STUCK}, history', 'f"{CLEAR_STUCK}, history'),
     ("{_REACHED} AND k.stuck_code = %(stuck_code)s", "{_REACHED}"),
     ("{_REACHED} AND {_UNTOUCHED}", "{_REACHED}"),
@@ -108,9 +159,18 @@ SQL = (
     ('f"WHERE {_FENCE} AND k.finished_at IS NULL"', 'f"WHERE {_FENCE}"'),
     ("WHERE {condition} AND k.finished_at IS NULL", "WHERE {condition}"),
     ("k.completer_attempts * %(counting)s", "k.completer_attempts + 0 * %(counting)s"),
-    ("k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}", "k.refused_at IS NULL AND {self.unlocked}"),
-    ("k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}", "k.stuck_at IS NULL AND {self.unlocked}"),
-    ("k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}", "k.stuck_at IS NULL AND k.refused_at IS NULL"),
+    (
+        "k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}",
+        "k.refused_at IS NULL AND {self.unlocked}",
+    ),
+    (
+        "k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}",
+        "k.stuck_at IS NULL AND {self.unlocked}",
+    ),
+    (
+        "k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}",
+        "k.stuck_at IS NULL AND k.refused_at IS NULL",
+    ),
     (" AND pid <> pg_backend_pid()", ""),
     ("    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())\n", ""),
     ("(classid << 32 | objid) = {KEY_LOCK}", "objid = {KEY_LOCK} & 4294967295"),
@@ -118,14 +178,18 @@ SQL = (
     (" AND objid >> 24 = (%(mark_request)s::bigint & 4294967295) >> 24", ""),
     ("FROM lock JOIN mark USING (pid)", "FROM mark"),
     ('ANYWHERE = " RETURNING', 'ANYWHERE = " AND false RETURNING'),
-    (" AND k.ctid = %(place)s::tid RETURNING", " AND false AND %(place)s::tid IS NOT NULL RETURNING"),
+    (
+        " AND k.ctid = %(place)s::tid RETURNING",
+        " AND false AND %(place)s::tid IS NOT NULL RETURNING",
+    ),
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One bug: the module's text with the bug, its name in SURVIVORS.md, and the lines that a test must run."""
+    """One bug: the module's text with the bug, its name in SURVIVORS.md, and the lines that a test
+    must run."""
 
     module: str
     text: str
@@ -141,7 +205,11 @@ class Mutant:
 
 def mutants_of(name: str) -> list[Mutant]:
     """Return the mutants of a module, or a sample of them that the seed determines."""
-    (module,) = (str(found.relative_to(ROOT)) for found in (ROOT / "idempotency").glob("**/*.py") if found.stem == name)
+    (module,) = (
+        str(found.relative_to(ROOT))
+        for found in (ROOT / "idempotency").glob("**/*.py")
+        if found.stem == name
+    )
     found = list(mutants(module, (ROOT / module).read_text()))
     if len(found) <= SAMPLED.get(name, len(found)):
         return found
@@ -164,11 +232,18 @@ def mutants(module: str, text: str) -> Iterator[Mutant]:
         function, lines = _place(text, first)
         name = f"{file}: {function}: {before} -> {after}"
         names[name] += 1
-        yield Mutant(module, changed, name + (f" ({names[name]})" if names[name] > 1 else ""), function, lines)
+        yield Mutant(
+            module,
+            changed,
+            name + (f" ({names[name]})" if names[name] > 1 else ""),
+            function,
+            lines,
+        )
 
 
 def _compiled(text: str) -> Any:
-    """Return the compiled module without line numbers, or None if it is invalid. Two texts with one result are one mutant."""
+    """Return the compiled module without line numbers, or None if it is invalid. Two texts with one
+    result are one mutant."""
     try:
         return signature(compile(text, "mutant", "exec", dont_inherit=True, optimize=0))
     except SyntaxError:
@@ -185,11 +260,17 @@ def _of_python(text: str) -> Iterator[str]:
 
 
 def _with_one_statement_less(text: str) -> Iterator[str]:
-    """Replace each statement that has an effect, and binds no name that a later line needs, with ``pass``."""
+    """Replace each statement that has an effect, and binds no name that a later line needs, with
+    ``pass``."""
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Expr(value=ast.Call() | ast.YieldFrom() | ast.Await()) | ast.Raise() | ast.Continue() | ast.Return():
+            case (
+                ast.Expr(value=ast.Call() | ast.YieldFrom() | ast.Await())
+                | ast.Raise()
+                | ast.Continue()
+                | ast.Return()
+            ):
                 pass
             case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
                 pass
@@ -205,16 +286,22 @@ def _of_sql(text: str) -> Iterator[str]:
     everywhere = "".join((ROOT / module).read_text() for module in SQL_MODULES)
     for found, instead in SQL:
         assert everywhere.count(found) == 1, (
-            f"tests/mutation/mutants.py: {SQL_MODULES} have {everywhere.count(found)} times {found!r}"
+            f"tests/mutation/mutants.py: {SQL_MODULES} have {everywhere.count(found)} times"
+            f" {found!r}"
         )
         if found in text:
             yield text.replace(found, instead)
 
 
 def _difference(text: str, changed: str) -> tuple[int, str, str]:
-    """Return the number of the first line that differs, and the old and the new text of all differences, in one line each."""
+    """Return the number of the first line that differs, and the old and the new text of all
+    differences, in one line each."""
     lines, others = text.splitlines(), changed.splitlines()
-    blocks = [block for block in SequenceMatcher(None, lines, others, autojunk=False).get_opcodes() if block[0] != "equal"]
+    blocks = [
+        block
+        for block in SequenceMatcher(None, lines, others, autojunk=False).get_opcodes()
+        if block[0] != "equal"
+    ]
     before = " ".join(line.strip() for _, start, end, _, _ in blocks for line in lines[start:end])
     after = " ".join(line.strip() for _, _, _, start, end in blocks for line in others[start:end])
     return blocks[0][1] + 1, _without_comment(before), _without_comment(after)
@@ -225,16 +312,28 @@ def _without_comment(line: str) -> str:
 
 
 def _place(text: str, number: int) -> tuple[str, range]:
-    """Return the name of the class or function around a line, and the lines of its statement: a ``def``'s body, or the head.
+    """Return the name of the class or function around a line, and the lines of its statement: a
+    ``def``'s body, or the head.
 
     The range is empty if the line runs when the module is imported.
     """
-    around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and number in _lines(node)]
+    around = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and number in _lines(node)
+    ]
     name = ".".join(node.name for node in around if isinstance(node, (*_FUNCTIONS, ast.ClassDef)))
     if not any(isinstance(node, _FUNCTIONS) for node in around):
         return name or "the module", range(0)
     lines = _lines(innermost := around[-1])
-    body = min((node.lineno for node in ast.walk(innermost) if isinstance(node, ast.stmt) and node is not innermost), default=0)
+    body = min(
+        (
+            node.lineno
+            for node in ast.walk(innermost)
+            if isinstance(node, ast.stmt) and node is not innermost
+        ),
+        default=0,
+    )
     if body and isinstance(innermost, _FUNCTIONS):
         lines = range(body, lines.stop)
     elif body:

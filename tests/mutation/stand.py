@@ -1,4 +1,5 @@
-"""A copy of the project with its databases and a warm process, which tests one mutant after another."""
+"""A copy of the project with its databases and a warm process, which tests one mutant after
+another."""
 
 import json
 import os
@@ -22,12 +23,18 @@ from tests.kit.tables import WRITTEN_ONCE
 from tests.mutation.mutants import ROOT, Mutant
 from tests.mutation.warm import changed_function
 
-#: PostgreSQL decides whether an update stays on its page (HOT), and other sessions affect this decision.
-LEFT_OUT = ("--deselect", "tests/request/test_counts.py::test_every_update_of_a_phased_key_but_the_finish_is_hot")
+#: PostgreSQL decides whether an update stays on its page (HOT), and other sessions affect this
+#: decision.
+LEFT_OUT = (
+    "--deselect",
+    "tests/request/test_counts.py::test_every_update_of_a_phased_key_but_the_finish_is_hot",
+)
 NOT_COPIED = (".git", ".venv*", ".run", ".tox", ".*_cache", ".hypothesis", "__pycache__")
-#: A test is endless if it takes PATIENCE times its former time plus GRACE_SECONDS, because the machine has other load.
+#: A test is endless if it takes PATIENCE times its former time plus GRACE_SECONDS, because the
+#: machine has other load.
 PATIENCE, GRACE_SECONDS = 20, 20
-#: The number of tests in a first pytest for a mutant that needs a new process; it collects only the files of these tests.
+#: The number of tests in a first pytest for a mutant that needs a new process; it collects only the
+#: files of these tests.
 FIRST = 30
 #: The time limit for the collection of all tests.
 COLLECTING_SECONDS = 600
@@ -83,7 +90,8 @@ class Warm:
 
 
 class Stand:
-    """The tests on one database, in a separate folder; a context manager. If ``server`` is None, the database is SQLite."""
+    """The tests on one database, in a separate folder; a context manager. If ``server`` is None,
+    the database is SQLite."""
 
     def __init__(self, folder: Path, server: Postgres | None, arguments: tuple[str, ...]) -> None:
         self._folder, self._server, self._arguments = folder, server, arguments
@@ -93,8 +101,15 @@ class Stand:
 
     def __enter__(self) -> "Stand":
         shutil.copytree(ROOT, self._copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        url = postgres_url(self._server.data, self._name) if self._server else f"sqlite:///{self._folder}/rides.sqlite3"
-        self._environment = os.environ | {"DATABASE_URL": url, "RIDES_TEST_FOLDER": str(self._run_folder)}
+        url = (
+            postgres_url(self._server.data, self._name)
+            if self._server
+            else f"sqlite:///{self._folder}/rides.sqlite3"
+        )
+        self._environment = os.environ | {
+            "DATABASE_URL": url,
+            "RIDES_TEST_FOLDER": str(self._run_folder),
+        }
         self._warm = Warm(self._folder, self._environment, self._arguments)
         return self
 
@@ -107,7 +122,8 @@ class Stand:
         return names
 
     def cover(self, tests: list[str], seconds: int) -> dict[str, Any]:
-        """Run tests on the unchanged code; return which test runs which line, the seconds of each, and the failed tests."""
+        """Run tests on the unchanged code; return which test runs which line, the seconds of each,
+        and the failed tests."""
         ended: list[str] = []
         while len(ended) < len(tests):
             limits = {test: seconds for test in tests if test not in ended}
@@ -118,7 +134,9 @@ class Stand:
                 self._covered = True
                 return found | {"failed": [*found["failed"], *ended]}
             if not found["killer"]:
-                raise RuntimeError(f"The tests could not be run:\n{(self._folder / 'said').read_text()[-4000:]}")
+                raise RuntimeError(
+                    f"The tests could not be run:\n{(self._folder / 'said').read_text()[-4000:]}"
+                )
             # Leave out the test that ended the process, or took too long.
             ended.append(found["killer"])
             if self._covered:
@@ -129,7 +147,9 @@ class Stand:
         """Run tests of a mutant until one fails."""
         found = Found("not swapped")
         if function := changed_function((self._copy / mutant.module).read_text(), mutant.text):
-            found = self._fail_twice(self._warm, tests, function=function, module=mutant.module, text=mutant.text)
+            found = self._fail_twice(
+                self._warm, tests, function=function, module=mutant.module, text=mutant.text
+            )
         if found.outcome == "not swapped":
             names = list(tests)
             found = self._meet_anew(mutant, {name: tests[name] for name in names[:FIRST]})
@@ -142,7 +162,8 @@ class Stand:
         return self._ask(self._warm, {test: seconds}, function="").outcome != "survived"
 
     def _fail_twice(self, warm: Warm, tests: dict[str, float], **job: str) -> Found:
-        """Run tests until one fails twice; if the second, separate run passes, continue with the next tests."""
+        """Run tests until one fails twice; if the second, separate run passes, continue with the
+        next tests."""
         names = list(tests)
         while names:
             found = self._ask(warm, {name: tests[name] for name in names}, **job)
@@ -161,7 +182,10 @@ class Stand:
         original = changed.read_text()
         # A separate folder, because pytest removes it at its end.
         alone = self._folder / "alone"
-        environment = self._environment | {"PYTHONDONTWRITEBYTECODE": "1", "RIDES_TEST_FOLDER": str(alone)}
+        environment = self._environment | {
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "RIDES_TEST_FOLDER": str(alone),
+        }
         if not self._server:
             alone.mkdir(exist_ok=True)
             shutil.copy(self._folder / "kept.sqlite3", alone / "test.sqlite3")
@@ -177,7 +201,8 @@ class Stand:
                 finally:
                     hanging.cancel()
                 if gone := [name for name in tests if name not in collected]:
-                    return Found("killed", gone[0])  # The mutant changed the name of a test parameter.
+                    # The mutant changed the name of a test parameter.
+                    return Found("killed", gone[0])
                 return self._fail_twice(warm, tests, function="")
         except Ended:
             return Found("killed", "its import")
@@ -192,21 +217,29 @@ class Stand:
             raise RuntimeError(f"{self._folder}/said says why a mutant could not be tested.")
         if answer["outcome"] not in {"survived", "not swapped"}:
             self._restore(dropped=answer["outcome"] != "killed")
-        return Found(answer["outcome"] if answer["outcome"] != "ended" else "killed", answer["killer"])
+        return Found(
+            answer["outcome"] if answer["outcome"] != "ended" else "killed", answer["killer"]
+        )
 
     def _keep(self) -> None:
         """Copy the empty test databases."""
         if not self._server:
             source, kept = (
-                sqlite3.connect(folder) for folder in (self._run_folder / "test.sqlite3", self._folder / "kept.sqlite3")
+                sqlite3.connect(folder)
+                for folder in (self._run_folder / "test.sqlite3", self._folder / "kept.sqlite3")
             )
             source.backup(kept)
             source.close(), kept.close()
         for name in self._names():
-            self._administer(SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(f"kept_{name}"), Identifier(name)))
+            self._administer(
+                SQL("CREATE DATABASE {} TEMPLATE {}").format(
+                    Identifier(f"kept_{name}"), Identifier(name)
+                )
+            )
 
     def _restore(self, *, dropped: bool = True) -> None:
-        """Empty the test databases, which late threads may have filled; if ``dropped``, create them again from the copies."""
+        """Empty the test databases, which late threads may have filled; if ``dropped``, create them
+        again from the copies."""
         if not self._server:
             for file in self._run_folder.glob("test.sqlite3*"):
                 file.unlink()
@@ -214,20 +247,30 @@ class Stand:
         for name in self._names():
             if dropped:
                 self._administer(SQL("DROP DATABASE {} WITH (FORCE)").format(Identifier(name)))
-                self._administer(SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(name), Identifier(f"kept_{name}")))
+                self._administer(
+                    SQL("CREATE DATABASE {} TEMPLATE {}").format(
+                        Identifier(name), Identifier(f"kept_{name}")
+                    )
+                )
             else:
                 self._administer(
-                    SQL("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = {}").format(name)
+                    SQL(
+                        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname"
+                        " = {}"
+                    ).format(name)
                 )
                 self._administer(SQL(EMPTY).format(SQL(", ").join(WRITTEN_ONCE)), name)
 
     def _names(self) -> list[str]:
-        """Return the names of the two test databases of PostgreSQL; the result is empty on SQLite."""
+        """Return the names of the two test databases of PostgreSQL; the result is empty on
+        SQLite."""
         return [f"test_{self._name}", f"test_{self._name}_b"] if self._server else []
 
     def _administer(self, statement: Any, database: str = "postgres") -> None:
         assert self._server is not None
-        with psycopg.connect(postgres_url(self._server.data, database), autocommit=True) as connection:
+        with psycopg.connect(
+            postgres_url(self._server.data, database), autocommit=True
+        ) as connection:
             connection.execute(statement)
 
 

@@ -1,11 +1,12 @@
-"""Run tests against one mutant after another, each in a fork of a pytest that has collected all tests.
+"""Run tests against one mutant after another, each in a fork of a pytest that has collected all
+tests.
 
-Most mutants differ from the code in the body of one function. The fork replaces the code of this function object, so that all
-references use it. Other mutants are written into the copy of the project, and are tested by a new pytest
-(``tests.mutation.stand``).
+Most mutants differ from the code in the body of one function. The fork replaces the code of this
+function object, so that all references use it. Other mutants are written into the copy of the
+project, and are tested by a new pytest (``tests.mutation.stand``).
 
-The script reads one job per line from standard input, and writes one line for each: the names of the tests ("list"), which
-test runs which line ("cover"), or which test failed first ("test").
+The script reads one job per line from standard input, and writes one line for each: the names of
+the tests ("list"), which test runs which line ("cover"), or which test failed first ("test").
 """
 
 import gc
@@ -31,22 +32,36 @@ _FUNCTION_FLAGS = 3  # CO_OPTIMIZED | CO_NEWLOCALS; the body of a class has neit
 
 
 def functions(code: CodeType) -> dict[str, CodeType]:
-    """Return the functions and methods of a compiled module by name; inner functions belong to the outer function."""
+    """Return the functions and methods of a compiled module by name; inner functions belong to the
+    outer function."""
     found: dict[str, CodeType] = {}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found |= {inner.co_qualname: inner} if inner.co_flags & _FUNCTION_FLAGS == _FUNCTION_FLAGS else functions(inner)
+            found |= (
+                {inner.co_qualname: inner}
+                if inner.co_flags & _FUNCTION_FLAGS == _FUNCTION_FLAGS
+                else functions(inner)
+            )
     return found
 
 
 def signature(code: CodeType, *, functions_too: bool = True) -> Any:
     """Return a value that identifies the behaviour of the code, without line numbers."""
     return (
-        *(code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags),
         *(
-            signature(inner, functions_too=functions_too)
-            if functions_too or inner.co_flags & _FUNCTION_FLAGS != _FUNCTION_FLAGS
-            else inner.co_name
+            code.co_name,
+            code.co_code,
+            code.co_names,
+            code.co_varnames,
+            code.co_freevars,
+            code.co_flags,
+        ),
+        *(
+            (
+                signature(inner, functions_too=functions_too)
+                if functions_too or inner.co_flags & _FUNCTION_FLAGS != _FUNCTION_FLAGS
+                else inner.co_name
+            )
             for inner in code.co_consts
             if isinstance(inner, CodeType)
         ),
@@ -56,34 +71,49 @@ def signature(code: CodeType, *, functions_too: bool = True) -> Any:
 
 def changed_function(text: str, changed: str) -> str | None:
     """Return the name of the function if only its body differs, None otherwise."""
-    before, after = (compile(source, "mutant", "exec", dont_inherit=True) for source in (text, changed))
+    before, after = (
+        compile(source, "mutant", "exec", dont_inherit=True) for source in (text, changed)
+    )
     if signature(before, functions_too=False) != signature(after, functions_too=False):
         return None
     old, new = functions(before), functions(after)
     different = [name for name in old if signature(old[name]) != signature(new[name])]
-    return different[0] if len(different) == 1 and _pairs(old[different[0]], new[different[0]]) else None
+    return (
+        different[0]
+        if len(different) == 1 and _pairs(old[different[0]], new[different[0]])
+        else None
+    )
 
 
 def _pairs(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]]:
-    """Return a function and its inner functions, each with its replacement; an empty list if a replacement is impossible."""
-    inner, others = ([const for const in code.co_consts if isinstance(const, CodeType)] for code in (old, new))
-    if old.co_freevars != new.co_freevars or [code.co_name for code in inner] != [code.co_name for code in others]:
+    """Return a function and its inner functions, each with its replacement; an empty list if a
+    replacement is impossible."""
+    inner, others = (
+        [const for const in code.co_consts if isinstance(const, CodeType)] for code in (old, new)
+    )
+    if old.co_freevars != new.co_freevars or [code.co_name for code in inner] != [
+        code.co_name for code in others
+    ]:
         return []
     below = [_pairs(*pair) for pair in zip(inner, others, strict=True)]
     return [(old, new), *(pair for pairs in below for pair in pairs)] if all(below) else []
 
 
 def _swap(module: str, text: str, name: str) -> bool:
-    """Give each function object of the function ``name``, and of its inner functions, the code from ``text``.
+    """Give each function object of the function ``name``, and of its inner functions, the code from
+    ``text``.
 
     Return whether there is such an object.
     """
     path = str(Path(module).resolve())
     old, new = (
-        functions(compile(source, path, "exec", dont_inherit=True))[name] for source in (Path(module).read_text(), text)
+        functions(compile(source, path, "exec", dont_inherit=True))[name]
+        for source in (Path(module).read_text(), text)
     )
     # Name and first line identify a function, because two inner functions may have the same name.
-    bodies = {(before.co_qualname, before.co_firstlineno): after for before, after in _pairs(old, new)}
+    bodies = {
+        (before.co_qualname, before.co_firstlineno): after for before, after in _pairs(old, new)
+    }
     held = [function for function in FUNCTIONS[path] if _place(function) in bodies]
     for function in held:
         function.__code__ = bodies[_place(function)]
@@ -113,7 +143,8 @@ class Server:
 
 
 def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> dict[str, Any]:
-    """Run a job in a fork and return its result. If the fork died, the result names the test that ended it."""
+    """Run a job in a fork and return its result. If the fork died, the result names the test that
+    ended it."""
     result = Path(job["result"])
     child = os.fork()
     if not child:
@@ -139,7 +170,11 @@ def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> dict[str, Any
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # processes that the tests started
     found: dict[str, Any] = json.loads(result.read_text())
-    return found | {"outcome": "endless"} if os.WIFSIGNALED(how) and os.WTERMSIG(how) == signal.SIGALRM else found
+    return (
+        found | {"outcome": "endless"}
+        if os.WIFSIGNALED(how) and os.WTERMSIG(how) == signal.SIGALRM
+        else found
+    )
 
 
 def _write(result: Path, **found: Any) -> None:
@@ -167,7 +202,8 @@ def _outcome(item: pytest.Item, following: pytest.Item | None) -> str:
 
 
 def _cover(chosen: list[pytest.Item], result: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Run all tests; return which test ran which line of the app, the seconds of each test, and the failed tests."""
+    """Run all tests; return which test ran which line of the app, the seconds of each test, and the
+    failed tests."""
     if job["adopt"]:
         _adopt_database()
     measure = coverage.Coverage(data_file=None, config_file=False, source=["idempotency"])
@@ -196,14 +232,17 @@ def _cover(chosen: list[pytest.Item], result: Path, job: dict[str, Any]) -> dict
 
 
 def _adopt_database() -> None:
-    """Let a run use the existing test database, which is empty. A check for migrations would take a second."""
+    """Let a run use the existing test database, which is empty. A check for migrations would take a
+    second."""
     from django.conf import settings
     from django.db.backends.base.creation import BaseDatabaseCreation
 
     def adopt(self: BaseDatabaseCreation, *_: Any, **__: Any) -> str:
         name = self._get_test_db_name()
         self.connection.close()
-        self.connection.settings_dict["NAME"] = settings.DATABASES[self.connection.alias]["NAME"] = name
+        self.connection.settings_dict["NAME"] = settings.DATABASES[self.connection.alias][
+            "NAME"
+        ] = name
         return name
 
     BaseDatabaseCreation.create_test_db = adopt
@@ -213,5 +252,13 @@ if __name__ == "__main__":
     # The answers go to the former standard output; the output of the tests goes to standard error.
     ANSWERS = os.dup(1)
     os.dup2(2, 1)
-    quiet = ("-q", "-s", "--reuse-db", "--no-header", "--disable-warnings", "-p", "no:cacheprovider")
+    quiet = (
+        "-q",
+        "-s",
+        "--reuse-db",
+        "--no-header",
+        "--disable-warnings",
+        "-p",
+        "no:cacheprovider",
+    )
     sys.exit(pytest.main([*quiet, *sys.argv[1:]], plugins=[Server()]))

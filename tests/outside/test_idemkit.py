@@ -1,13 +1,15 @@
 """The vectors that idemkit publishes for any store of keys, on this one.
 
-The adapter translates names and durations, and decides nothing: each of its calls is one of the store. What idemkit gives with
-each call, this app has in its settings, so that the translation has two peculiarities.
+The adapter translates names and durations, and decides nothing: each of its calls is one of the
+store. What idemkit gives with each call, this app has in its settings, so that the translation has
+two peculiarities.
 
-- A lease, or a time to live, that is shorter than that of the settings: the row is dated back by the difference. Whether
-  it has run out is then said by the claim, not by the adapter.
-- Released: idemkit forgets the key. Here the row stays, with its fingerprint and its recovery point, because another request
-  may not have the key and a phase may have been committed. A claim of a released key is ``NEW_CLAIMED`` nevertheless, one of
-  a key whose lock ran out is ``LEASE_RECLAIMED``; the row's history tells them apart.
+- A lease, or a time to live, that is shorter than that of the settings: the row is dated back by
+  the difference. Whether it has run out is then said by the claim, not by the adapter.
+- Released: idemkit forgets the key. Here the row stays, with its fingerprint and its recovery
+  point, because another request may not have the key and a phase may have been committed. A claim
+  of a released key is ``NEW_CLAIMED`` nevertheless, one of a key whose lock ran out is
+  ``LEASE_RECLAIMED``; the row's history tells them apart.
 """
 
 import asyncio
@@ -42,13 +44,18 @@ LOCK_TIMEOUT_SECONDS = 30
 
 
 class Backend:
-    """The store under the names of idemkit's protocol; each call in a thread with a connection of its own."""
+    """The store under the names of idemkit's protocol; each call in a thread with a connection of
+    its own."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
 
     async def claim(
-        self, effective_key: str, fingerprint: str, fingerprint_version: int, lease_ttl_seconds: float
+        self,
+        effective_key: str,
+        fingerprint: str,
+        fingerprint_version: int,
+        lease_ttl_seconds: float,
     ) -> ClaimResult:
         request = _request(effective_key, f"{fingerprint}:{fingerprint_version}")
 
@@ -70,7 +77,11 @@ class Backend:
         expires_after_seconds: float,
     ) -> bool:
         def run(key: ClaimedKey) -> None:
-            fence.finish(key, fence.StoredResponse(response_status, response_headers, response_body), using=ALIAS)
+            fence.finish(
+                key,
+                fence.StoredResponse(response_status, response_headers, response_body),
+                using=ALIAS,
+            )
             _date_back("expires_at", key, conf.get().RETENTION_HOURS * 3600 - expires_after_seconds)
 
         return await self._fenced(effective_key, claim_token, run)
@@ -91,7 +102,9 @@ class Backend:
 
         return await self._fenced(effective_key, claim_token, run)
 
-    async def wait_for_completion(self, effective_key: str, timeout_seconds: float) -> StoredRecord | None:
+    async def wait_for_completion(
+        self, effective_key: str, timeout_seconds: float
+    ) -> StoredRecord | None:
         def run() -> StoredRecord | None:
             wait = Wait(timeout_seconds, using=ALIAS)
             while (key := _row(effective_key)).finished_at is None:
@@ -101,10 +114,13 @@ class Backend:
 
         return await self._call(run)
 
-    async def _fenced(self, effective_key: str, claim_token: str, change: Callable[[ClaimedKey], None]) -> bool:
+    async def _fenced(
+        self, effective_key: str, claim_token: str, change: Callable[[ClaimedKey], None]
+    ) -> bool:
         def run() -> bool:
             key = _row(effective_key)
-            # The run that was given the token: it knows no other, and was not told how far others have come.
+            # The run that was given the token: it knows no other, and was not told how far others
+            # have come.
             key.fence, key.recovery_point = _uuid(claim_token), STARTED
             try:
                 change(key)
@@ -125,7 +141,8 @@ class Backend:
 
 
 def _uuid(token: str) -> uuid.UUID:
-    """Return the token as one of this app's; a foreign one becomes a UUID too, so that the database has to refuse it."""
+    """Return the token as one of this app's; a foreign one becomes a UUID too, so that the database
+    has to refuse it."""
     try:
         return uuid.UUID(token)
     except ValueError:
@@ -152,24 +169,37 @@ def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
 
 
 def _row(effective_key: str) -> ClaimedKey:
-    pk = IdempotencyKey.objects.values_list("pk", flat=True).get(scope=SCOPE, idempotency_key=effective_key)
+    pk = IdempotencyKey.objects.values_list("pk", flat=True).get(
+        scope=SCOPE, idempotency_key=effective_key
+    )
     return cast(ClaimedKey, rows.read(pk, using=ALIAS))
 
 
 def _date_back(column: str, key: IdempotencyKey, seconds: float) -> None:
     """Let a duration that began just now end ``seconds`` earlier."""
     if seconds:
-        IdempotencyKey.objects.filter(pk=key.pk).update(**{column: F(column) - timedelta(seconds=seconds)})
+        IdempotencyKey.objects.filter(pk=key.pk).update(
+            **{column: F(column) - timedelta(seconds=seconds)}
+        )
 
 
 def _result(claim: Claim, request: ClaimedRequest) -> ClaimResult:
     if claim.outcome is Outcome.CLAIMED:
         before = [entry["event"] for entry in _row(request.idempotency_key).history][-2:-1]
-        kind = ClaimResultType.LEASE_RECLAIMED if before == ["run lost"] else ClaimResultType.NEW_CLAIMED
+        kind = (
+            ClaimResultType.LEASE_RECLAIMED
+            if before == ["run lost"]
+            else ClaimResultType.NEW_CLAIMED
+        )
         return ClaimResult(kind, _record(claim.key), str(claim.key.claim_token))
-    kinds = {Outcome.IN_PROGRESS: ClaimResultType.ALREADY_CLAIMED, Outcome.FINISHED: ClaimResultType.ALREADY_COMPLETED}
+    kinds = {
+        Outcome.IN_PROGRESS: ClaimResultType.ALREADY_CLAIMED,
+        Outcome.FINISHED: ClaimResultType.ALREADY_COMPLETED,
+    }
     # While the winner of a race has not committed, nobody can see its row.
-    return ClaimResult(kinds[claim.outcome], _record(claim.key) if claim.key else _unseen_record(request))
+    return ClaimResult(
+        kinds[claim.outcome], _record(claim.key) if claim.key else _unseen_record(request)
+    )
 
 
 def _record(key: ClaimedKey) -> StoredRecord:
@@ -201,7 +231,9 @@ def _unseen_record(request: ClaimedRequest) -> StoredRecord:
     )
 
 
-def test_44_the_vectors_of_idemkit_hold(settings: Any, record_property: Callable[[str, object], None]) -> None:
+def test_44_the_vectors_of_idemkit_hold(
+    settings: Any, record_property: Callable[[str, object], None]
+) -> None:
     settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": LOCK_TIMEOUT_SECONDS}
     with ThreadPoolExecutor(max_workers=25) as threads:
         report = asyncio.run(BackendConformance(Backend(threads)).run())

@@ -1,4 +1,5 @@
-"""schemathesis against Rocket Rides as it is served: the API does what its OpenAPI document says, whatever it is sent."""
+"""schemathesis against Rocket Rides as it is served: the API does what its OpenAPI document says,
+whatever it is sent."""
 
 import json
 import logging
@@ -21,7 +22,8 @@ from rides_demo.processes.supervisor import Supervisor
 pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 CONFIGURATION = Path(__file__).with_name("schemathesis.toml")
-#: For each rider. The two of them need less than a minute; this ends one that hangs, and is no measure of speed.
+#: For each rider. The two of them need less than a minute; this ends one that hangs, and is no
+#: measure of speed.
 SECONDS = 600
 #: Nothing that the environment of the tests names: these keys are counted.
 OWN_SERVICES = dict.fromkeys(("DATABASE_URL", "REDIS_URL", "STRIPE_API_BASE", "STRIPE_API_KEY"), "")
@@ -66,15 +68,19 @@ def test_45_every_answer_is_one_that_the_document_declares(
     cases, operations = report["test_cases"], report["operations"]
     record_property(
         "counts",
-        f"schemathesis as {rider}: {cases['generated']} cases, {cases['with_failures'] + cases['errored']} failed, "
-        f"{operations['tested']} of {operations['total']} operations",
+        f"schemathesis as {rider}: {cases['generated']} cases,"
+        f" {cases['with_failures'] + cases['errored']} failed, {operations['tested']} of"
+        f" {operations['total']} operations",
     )
     assert report["failures"] == report["errors"] == []
     assert report["complete"]
     assert operations["tested"] == operations["total"] >= 10
     assert cases["generated"] >= 1000
     with psycopg.connect(demo.environment["DATABASE_URL"]) as connection:
-        left = "SELECT count(*) FILTER (WHERE finished_at IS NULL), count(*) FROM idempotency_idempotencykey"
+        left = (
+            "SELECT count(*) FILTER (WHERE finished_at IS NULL), count(*) FROM"
+            " idempotency_idempotencykey"
+        )
         unfinished, keys = connection.execute(left).fetchone() or (0, 0)
     assert (unfinished, keys > 20) == (0, True)
 

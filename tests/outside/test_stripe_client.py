@@ -1,4 +1,5 @@
-"""Stripe's own client, with its own retries, against a protected view over connections that break: one charge, one answer."""
+"""Stripe's own client, with its own retries, against a protected view over connections that break:
+one charge, one answer."""
 
 import http.client
 import threading
@@ -33,7 +34,8 @@ LEAVE, REJOIN = "leave", "rejoin"
 
 
 class FaultyWire(ThreadingHTTPServer):
-    """A proxy to ``server_url`` with one fault for each request to come; without any left it is a good one."""
+    """A proxy to ``server_url`` with one fault for each request to come; without any left it is a
+    good one."""
 
     daemon_threads = True
 
@@ -82,9 +84,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault != CUT_AFTER:
             self.answer(answer.status, dict(answer.getheaders()), content, cut=fault == CUT_IN_BODY)
 
-    def answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
+    def answer(
+        self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False
+    ) -> None:
         self.send_response_only(status)
-        for name, value in (headers | {"Content-Length": str(len(body)), "Connection": "close"}).items():
+        for name, value in (
+            headers | {"Content-Length": str(len(body)), "Connection": "close"}
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body[: len(body) // 2] if cut else body)
@@ -107,7 +113,9 @@ def pointed_at(wire: FaultyWire) -> Iterator[stripe.StripeClient]:
     with requests.Session() as session:
         session.trust_env = False
         own = stripe.RequestsClient(timeout=60, session=session)
-        yield stripe.StripeClient("sk_test_1", base_addresses={"api": wire.url}, http_client=own, max_network_retries=2)
+        yield stripe.StripeClient(
+            "sk_test_1", base_addresses={"api": wire.url}, http_client=own, max_network_retries=2
+        )
 
 
 @pytest.fixture
@@ -123,18 +131,32 @@ def account(request: HttpRequest) -> str:
 
 def charge(request: HttpRequest) -> HttpResponseBase:
     """Take the money, and answer as ``POST /v1/charges`` does."""
-    made = Entry.objects.create(name=request.POST["amount"], idempotency_key=request.idempotency_key)
+    made = Entry.objects.create(
+        name=request.POST["amount"], idempotency_key=request.idempotency_key
+    )
     amount, currency = int(request.POST["amount"]), request.POST["currency"]
-    return JsonResponse({"id": f"ch_{made.pk}", "object": "charge", "amount": amount, "currency": currency, "paid": True})
+    return JsonResponse(
+        {
+            "id": f"ch_{made.pk}",
+            "object": "charge",
+            "amount": amount,
+            "currency": currency,
+            "paid": True,
+        }
+    )
 
 
 @pytest.fixture
 def serve_charges(settings: Settings) -> Callable[..., Counted]:
-    """Return a function that puts a protected view of a kind at ``/v1/charges``, and returns its work."""
+    """Return a function that puts a protected view of a kind at ``/v1/charges``, and returns its
+    work."""
 
     def serve(kind: Any, work: Callable[[HttpRequest], HttpResponseBase] = charge) -> Counted:
         # As Stripe does it: its client knows an idempotency_error by the status 400.
-        settings.IDEMPOTENCY = {"ERROR_RENDERER": "idempotency.contrib.stripe_errors.render", "MISMATCH_STATUS": 400}
+        settings.IDEMPOTENCY = {
+            "ERROR_RENDERER": "idempotency.contrib.stripe_errors.render",
+            "MISMATCH_STATUS": 400,
+        }
         counted = Counted(work)
         patterns = [path("v1/charges", csrf_exempt(kind(counted, scope=account)))]
         settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
@@ -252,13 +274,20 @@ def test_43_the_stripe_client_gets_each_charge_once_in_a_storm_of_faults(
 ) -> None:
     serve_charges(kind)
     drawing = chance(kind.__name__)
-    drawn = {f"order-{n}": drawing.choices([CONFLICT, ERROR, ERROR_AFTER, CUT_BEFORE, CUT_AFTER], k=n % 3) for n in range(40)}
+    drawn = {
+        f"order-{n}": drawing.choices(
+            [CONFLICT, ERROR, ERROR_AFTER, CUT_BEFORE, CUT_AFTER], k=n % 3
+        )
+        for n in range(40)
+    }
     wire.faults_of = {key: list(faults) for key, faults in drawn.items()}
 
     def buy(number: int) -> list[stripe.Charge]:
         with pointed_at(wire) as client:
             orders = list(drawn)[number::8]
-            return [client.v1.charges.create(CHARGE, {"idempotency_key": order}) for order in orders]
+            return [
+                client.v1.charges.create(CHARGE, {"idempotency_key": order}) for order in orders
+            ]
 
     charges = [charge for bought in all_at_once(buy, 8) for charge in bought]
 
@@ -266,4 +295,8 @@ def test_43_the_stripe_client_gets_each_charge_once_in_a_storm_of_faults(
     executions, faults = Entry.objects.count(), sum(map(len, drawn.values()))
     assert executions == len(drawn)
     assert not any(wire.faults_of.values())
-    record_property("counts", f"stripe ({kind.__name__}): {len(drawn)} charges over {faults} faults, {executions} executions")
+    record_property(
+        "counts",
+        f"stripe ({kind.__name__}): {len(drawn)} charges over {faults} faults, {executions}"
+        " executions",
+    )

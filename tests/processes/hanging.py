@@ -1,4 +1,5 @@
-"""Views whose runs hang, for the processes of ``test_hangs.py``. The first attempt, that of the client, fails."""
+"""Views whose runs hang, for the processes of ``test_hangs.py``. The first attempt, that of the
+client, fails."""
 
 import threading
 
@@ -12,7 +13,8 @@ from idempotency.phases import atomic_phase
 
 #: Longer than any test.
 NEVER_SECONDS = 3600
-#: Longer than the watchdog waits for a cancelled query, and shorter than the limit of a run with the lease of the test.
+#: Longer than the watchdog waits for a cancelled query, and shorter than the limit of a run with
+#: the lease of the test.
 SLOW_SECONDS = 6.5
 
 

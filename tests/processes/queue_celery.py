@@ -13,7 +13,11 @@ app.conf.update(
     broker_connection_retry_on_startup=True,
     worker_prefetch_multiplier=1,
     # What a killed worker had in hand comes back after so many seconds, not after an hour.
-    broker_transport_options={"visibility_timeout": 1, "unacked_restore_interval": 1, "unacked_restore_throttle": 1},
+    broker_transport_options={
+        "visibility_timeout": 1,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+    },
 )
 app.task(leave_entry, name=JOB, base=OnceTask)
 

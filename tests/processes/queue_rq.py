@@ -17,13 +17,15 @@ class Backend(TakesTime, RQBackend):
 
 
 class SoleWorker(SimpleWorker):
-    """The only worker, which does not fork: so it takes up at once what the one before it had in hand when it was killed.
+    """The only worker, which does not fork: so it takes up at once what the one before it had in
+    hand when it was killed.
 
     RQ does this after a lease of some minutes, because another worker may be at it.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # The TTL less 15 seconds is how long it waits for a job before it looks whether maintenance is due.
+        # The TTL less 15 seconds is how long it waits for a job before it looks whether maintenance
+        # is due.
         super().__init__(*args, **options | {"maintenance_interval": 1, "worker_ttl": 16})
 
     def clean_registries(self) -> None:

@@ -1,4 +1,5 @@
-"""The queues of ``test_processes_killed.py``: how their worker is started, and what is left in them."""
+"""The queues of ``test_processes_killed.py``: how their worker is started, and what is left in
+them."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -32,7 +33,9 @@ class Rq(Queue):
     """RQ."""
 
     backend = "tests.processes.queue_rq.Backend"
-    worker = _django("rqworker default --worker-class tests.processes.queue_rq.SoleWorker --verbosity 1")
+    worker = _django(
+        "rqworker default --worker-class tests.processes.queue_rq.SoleWorker --verbosity 1"
+    )
 
     @staticmethod
     def left(connection: Any) -> int:
@@ -51,9 +54,11 @@ class Celery(Queue):
     worker = [
         sys.executable,
         "-c",
-        "import django; django.setup()\n"
-        "from tests.processes.queue_celery import app\n"
-        "app.worker_main('worker --concurrency=1 --loglevel=WARNING --without-gossip --without-mingle'.split())",
+        (
+            "import django; django.setup()\nfrom tests.processes.queue_celery import"
+            " app\napp.worker_main('worker --concurrency=1 --loglevel=WARNING --without-gossip"
+            " --without-mingle'.split())"
+        ),
     ]
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""What the processes of ``test_processes_killed.py`` run: a view and a job. Each run leaves a row."""
+"""What the processes of ``test_processes_killed.py`` run: a view and a job. Each run leaves a
+row."""
 
 import threading
 from collections.abc import Mapping, Sequence

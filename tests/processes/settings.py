@@ -1,4 +1,5 @@
-"""Settings of the processes that ``test_processes_killed.py`` kills: short waits, and their own views."""
+"""Settings of the processes that ``test_processes_killed.py`` kills: short waits, and their own
+views."""
 
 import os
 

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def abandoned(serve: Any, sender: Sender) -> Callable[..., IdempotencyKey]:
-    """Return a function that leaves a key unfinished for 73 hours behind a view with this ``on_abandon``."""
+    """Return a function that leaves a key unfinished for 73 hours behind a view with this
+    ``on_abandon``."""
 
     def leave(on_abandon: Any = None) -> IdempotencyKey:
         @idempotent(recovery_points=["charged"], on_abandon=on_abandon)
@@ -44,7 +45,9 @@ def abandoned(serve: Any, sender: Sender) -> Callable[..., IdempotencyKey]:
     return leave
 
 
-def test_its_response_finishes_the_key(abandoned: Any, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+def test_its_response_finishes_the_key(
+    abandoned: Any, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
     refunds: list[str] = []
 
     def refund(key: IdempotencyKey) -> HttpResponseBase:
@@ -102,7 +105,9 @@ def test_on_abandon_of_a_path_with_an_accent(sender: Sender, settings: Settings)
     def view(request: HttpRequest) -> HttpResponseBase:
         raise OSError("down")
 
-    protected = idempotent(recovery_points=["unused"], on_abandon=lambda key: HttpResponse(status=410))(view)
+    protected = idempotent(
+        recovery_points=["unused"], on_abandon=lambda key: HttpResponse(status=410)
+    )(view)
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("café/", protected)]})
     assert sender.send("/café/").status_code == 500
     make_older(80 * 3600, "created_at", "last_run_at")
@@ -169,15 +174,24 @@ def test_of_several_processes_one_settles_it(abandoned: Any) -> None:
         return HttpResponse(status=410)
 
     key = abandoned(on_abandon)
-    assert sorted(all_at_once(lambda number: settle(key.pk, using="default"), 4), key=str) == [None, None, None, True]
+    assert sorted(all_at_once(lambda number: settle(key.pk, using="default"), 4), key=str) == [
+        None,
+        None,
+        None,
+        True,
+    ]
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_person_who_answers_while_it_runs_has_the_last_word(fails: bool, abandoned: Any, sender: Sender) -> None:
+def test_a_person_who_answers_while_it_runs_has_the_last_word(
+    fails: bool, abandoned: Any, sender: Sender
+) -> None:
     def refund(key: IdempotencyKey) -> HttpResponseBase:
         seen = IdempotencyKey.objects.get().claim_token
-        assert interventions.answer(key.pk, seen, JsonResponse({"by": "a person"}, status=410), by="ann")
+        assert interventions.answer(
+            key.pk, seen, JsonResponse({"by": "a person"}, status=410), by="ann"
+        )
         if fails:
             raise RuntimeError("too late")
         return HttpResponse("late")
@@ -208,7 +222,9 @@ def test_a_call_in_doubt_is_not_settled_without_a_person(serve: Any, sender: Sen
     assert sender.send().status_code == 409
 
 
-def test_on_abandon_settles_what_the_completer_gave_up(serve: Any, sender: Sender, settings: Settings) -> None:
+def test_on_abandon_settles_what_the_completer_gave_up(
+    serve: Any, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"RETENTION_HOURS": 168}
 
     def down(key: IdempotencyKey) -> None:

@@ -1,4 +1,5 @@
-"""Two aliases of one database: what names the second one is refused or reported, because it would share no transaction."""
+"""Two aliases of one database: what names the second one is refused or reported, because it would
+share no transaction."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +54,8 @@ class ToDirect:
 
 
 def second_alias(alias: str) -> bool:
-    """Return whether the doctor reports that the router writes to this database under another alias."""
+    """Return whether the doctor reports that the router writes to this database under another
+    alias."""
     return "second_alias" in [finding.code for finding in diagnose(using=alias).findings]
 
 
@@ -68,7 +70,9 @@ def test_no_loop_starts_on_a_second_alias(command: str, direct: Any) -> None:
 
 def test_no_request_is_completed_on_a_second_alias(direct: Any) -> None:
     """Its phases would share no transaction with the queries of its view."""
-    key = IdempotencyKeyFactory(stuck_at=timezone.now(), stuck_code="view_gave_up", stuck_reason="it gave up")
+    key = IdempotencyKeyFactory(
+        stuck_at=timezone.now(), stuck_code="view_gave_up", stuck_reason="it gave up"
+    )
     refused = run_here("idempotency_keys", "complete", str(key.pk), "--yes", "--database", "direct")
     assert refused.returncode == 2
     assert "--database default" in refused.stderr
@@ -76,7 +80,9 @@ def test_no_request_is_completed_on_a_second_alias(direct: Any) -> None:
     assert key.stuck_code == "view_gave_up"
 
 
-def test_the_alias_to_which_the_router_writes_may_be_any_of_the_two(direct: Any, settings: Settings) -> None:
+def test_the_alias_to_which_the_router_writes_may_be_any_of_the_two(
+    direct: Any, settings: Settings
+) -> None:
     settings.DATABASE_ROUTERS = [ToDirect()]
     assert run_here("enqueue_jobs", "--database", "direct").returncode == 0
     assert run_here("enqueue_jobs", "--database", "default").returncode == 2
@@ -95,7 +101,9 @@ def test_two_schemas_of_one_database_are_two(direct: Any) -> None:
         cursor.execute(f"CREATE SCHEMA tenant_b CREATE TABLE {table} (id bigint)")
     try:
         with connections["direct"].cursor() as cursor:
-            cursor.execute("SELECT to_regclass(%s)::oid = to_regclass('tenant_b.' || %s)::oid", [table, table])
+            cursor.execute(
+                "SELECT to_regclass(%s)::oid = to_regclass('tenant_b.' || %s)::oid", [table, table]
+            )
             assert cursor.fetchone() == (True,)
         assert not share_tables("default", "direct")
     finally:
@@ -106,22 +114,31 @@ def test_two_schemas_of_one_database_are_two(direct: Any) -> None:
 @pytest.mark.postgres
 def test_a_role_that_may_read_nothing_but_the_tables_is_enough(direct: Any) -> None:
     with connection.cursor() as cursor:
-        cursor.execute("CREATE ROLE clerk LOGIN; GRANT SELECT ON ALL TABLES IN SCHEMA public TO clerk")
+        cursor.execute(
+            "CREATE ROLE clerk LOGIN; GRANT SELECT ON ALL TABLES IN SCHEMA public TO clerk"
+        )
         cursor.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")
     direct["USER"] = "clerk"
     try:
         with connections["direct"].cursor() as cursor:
-            cursor.execute("SELECT current_user, has_function_privilege('pg_control_system()', 'EXECUTE')")
+            cursor.execute(
+                "SELECT current_user, has_function_privilege('pg_control_system()', 'EXECUTE')"
+            )
             assert cursor.fetchone() == ("clerk", False)
         assert run_here("enqueue_jobs", "--database", "direct").returncode == 2
     finally:
         connections["direct"].close()
         with connection.cursor() as cursor:
-            cursor.execute("GRANT EXECUTE ON FUNCTION pg_control_system() TO PUBLIC; DROP OWNED BY clerk; DROP ROLE clerk")
+            cursor.execute(
+                "GRANT EXECUTE ON FUNCTION pg_control_system() TO PUBLIC; DROP OWNED BY clerk; DROP"
+                " ROLE clerk"
+            )
 
 
 @pytest.mark.postgres
-def test_a_shard_goes_on_if_the_database_of_the_router_cannot_be_reached(settings: Settings, direct: dict[str, Any]) -> None:
+def test_a_shard_goes_on_if_the_database_of_the_router_cannot_be_reached(
+    settings: Settings, direct: dict[str, Any]
+) -> None:
     settings.DATABASE_ROUTERS = [ToDirect()]
     direct.update(HOST="127.0.0.1", PORT=free_port())
     direct["OPTIONS"].pop("host", None)
@@ -135,8 +152,13 @@ def charge(request: HttpRequest) -> HttpResponse:
     return HttpResponse(status=201)
 
 
-@pytest.mark.parametrize(("databases", "ids"), [(["default", "direct"], ["idempotency.W018"]), (["default"], []), ([], [])])
-def test_a_view_that_names_a_second_alias_is_a_warning(databases: Any, ids: Any, direct: Any, serve: Any) -> None:
+@pytest.mark.parametrize(
+    ("databases", "ids"),
+    [(["default", "direct"], ["idempotency.W018"]), (["default"], []), ([], [])],
+)
+def test_a_view_that_names_a_second_alias_is_a_warning(
+    databases: Any, ids: Any, direct: Any, serve: Any
+) -> None:
     serve(view=charge)
     found = run_checks(databases=databases)
     assert [message.id for message in found if message.id == "idempotency.W018"] == ids

@@ -36,11 +36,12 @@ def loop(broker):
 
 
 def backends():
-    """Return the connections of other processes to the test database, by process id of the server."""
+    """Return the connections of other processes to the test database, by process id of the
+    server."""
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-            "AND backend_type = 'client backend'"
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+            " pg_backend_pid() AND backend_type = 'client backend'"
         )
         return {pid for (pid,) in cursor.fetchall()}
 
@@ -78,7 +79,14 @@ def test_a_broker_that_cannot_be_reached_exits_1_and_burns_nothing():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--interval", "0"], ["--interval", "soon"], ["--batch-size", "0"], ["--database", "nowhere"], ["--unknown"], ["extra"]],
+    [
+        ["--interval", "0"],
+        ["--interval", "soon"],
+        ["--batch-size", "0"],
+        ["--database", "nowhere"],
+        ["--unknown"],
+        ["extra"],
+    ],
 )
 def test_a_wrong_argument_exits_2(arguments):
     done = run_here("reap_keys", *arguments)
@@ -90,9 +98,18 @@ def test_a_wrong_argument_exits_2(arguments):
     ("arguments", "said"),
     [
         (["reap_keys", "--interval", "0"], "'0' is not a number of seconds above 0, at most 86400"),
-        (["reap_keys", "--batch-size", "1.5"], "'1.5' is not a whole number above 0, at most 100000"),
-        (["staged_jobs", "list", "--limit", "-5"], "'-5' is not a whole number above 0, at most 100000"),
-        (["describe_idempotency", "--urlconf", "nope.urls"], "--urlconf nope.urls: No module named 'nope'"),
+        (
+            ["reap_keys", "--batch-size", "1.5"],
+            "'1.5' is not a whole number above 0, at most 100000",
+        ),
+        (
+            ["staged_jobs", "list", "--limit", "-5"],
+            "'-5' is not a whole number above 0, at most 100000",
+        ),
+        (
+            ["describe_idempotency", "--urlconf", "nope.urls"],
+            "--urlconf nope.urls: No module named 'nope'",
+        ),
         (["describe_idempotency", "--urlconf", "tests.models"], "--urlconf tests.models: "),
     ],
 )
@@ -107,24 +124,37 @@ def test_a_wrong_argument_is_told_what_is_right(arguments, said):
 def test_a_missing_migration_is_told_in_one_line_with_its_cure(command, broker):
     with connection.cursor() as cursor:
         cursor.execute(
-            "ALTER TABLE idempotency_idempotencykey RENAME TO away; ALTER TABLE idempotency_stagedjob RENAME TO away_too"
+            "ALTER TABLE idempotency_idempotencykey RENAME TO away; ALTER TABLE"
+            " idempotency_stagedjob RENAME TO away_too"
         )
     try:
         done = run_here(*command.split())
     finally:
         with connection.cursor() as cursor:
             cursor.execute(
-                "ALTER TABLE away RENAME TO idempotency_idempotencykey; ALTER TABLE away_too RENAME TO idempotency_stagedjob"
+                "ALTER TABLE away RENAME TO idempotency_idempotencykey; ALTER TABLE away_too RENAME"
+                " TO idempotency_stagedjob"
             )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert re.search(r"relation \S+ does not exist: run manage.py migrate --database default$", done.stderr.strip())
+    assert re.search(
+        r"relation \S+ does not exist: run manage.py migrate --database default$",
+        done.stderr.strip(),
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_the_options_the_defaults_and_the_exit_status(command):
     done = run_here(command, "--help")
     assert done.returncode == 0
-    for word in ("--loop", "--interval", "--batch-size", "--dry-run", "--database", "default:", "Exit status"):
+    for word in (
+        "--loop",
+        "--interval",
+        "--batch-size",
+        "--dry-run",
+        "--database",
+        "default:",
+        "Exit status",
+    ):
         assert word in " ".join(done.stdout.split())
 
 
@@ -148,7 +178,9 @@ def test_a_loop_goes_on_working_and_says_nothing_when_idle(loop, broker):
     eventually(lambda: not StagedJob.objects.exists())
     process.terminate()
     output, errors = process.communicate(timeout=60)
-    counts = re.findall(r"^enqueue_jobs: (\d) handed over, 0 refused, 0 failed$", output, re.MULTILINE)
+    counts = re.findall(
+        r"^enqueue_jobs: (\d) handed over, 0 refused, 0 failed$", output, re.MULTILINE
+    )
     assert sum(map(int, counts)) == 2
     start_line, *rest = output.splitlines()
     assert start_line == "enqueue_jobs: database 'default', a pass every 0.1 s"
@@ -158,7 +190,9 @@ def test_a_loop_goes_on_working_and_says_nothing_when_idle(loop, broker):
 
 @pytest.mark.processes
 def test_a_loop_that_waits_longer_than_a_session_may_be_idle_logs_nothing(broker):
-    with start("enqueue_jobs", "--loop", "--interval", "1", PGOPTIONS="-c idle_session_timeout=500") as process:
+    with start(
+        "enqueue_jobs", "--loop", "--interval", "1", PGOPTIONS="-c idle_session_timeout=500"
+    ) as process:
         for _ in range(3):
             StagedJobFactory()
             eventually(lambda: not StagedJob.objects.exists())
@@ -169,11 +203,14 @@ def test_a_loop_that_waits_longer_than_a_session_may_be_idle_logs_nothing(broker
 
 @pytest.mark.processes
 def test_the_reaper_rests_longer_than_a_session_may_be_idle(broker):
-    """A deletion that waits for a lock is a long batch, after which the reaper rests for as long as possible."""
+    """A deletion that waits for a lock is a long batch, after which the reaper rests for as long as
+    possible."""
     expired_keys(20)
     with ExitStack() as processes:
         with held_transaction(lambda: lock_table("tests_entry")):
-            reaper = start("reap_keys", "--batch-size", "10", PGOPTIONS="-c idle_session_timeout=1500")
+            reaper = start(
+                "reap_keys", "--batch-size", "10", PGOPTIONS="-c idle_session_timeout=1500"
+            )
             process = processes.enter_context(reaper)
             eventually(waits_for_a_lock)
         _, errors = process.communicate(timeout=90)
@@ -187,7 +224,9 @@ def test_a_loop_outlives_its_database_connection_and_logs_one_line_per_change(lo
     for _ in range(2):
         eventually(backends)
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [list(backends())])
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [list(backends())]
+            )
         eventually(lambda: not StagedJob.objects.exists())
         StagedJobFactory()
         eventually(lambda: not StagedJob.objects.exists())
@@ -222,7 +261,8 @@ def test_a_loop_outlives_its_broker_and_logs_one_line_per_change(loop, broker, t
 
 @pytest.mark.processes
 def test_sigterm_finishes_the_batch_and_leaves_the_rest(loop, broker):
-    """The signal comes while a batch waits for a lock; the batch commits, the next ones are not begun."""
+    """The signal comes while a batch waits for a lock; the batch commits, the next ones are not
+    begun."""
     keys = expired_keys(40)
     # A table whose references to the keys the batch must set to null.
     with held_transaction(lambda: lock_table("tests_entry")):
@@ -253,7 +293,10 @@ def test_the_reaper_counts_on_a_terminal_and_nowhere_else(broker):
     """A real terminal, and a pipe."""
     expired_keys(30)
     make_older(-2 * 3600, "finished_at")
-    assert run("reap_keys", "--batch-size", "10").stdout == "reap_keys: 0 deleted, 0 protected, " + REST
+    assert (
+        run("reap_keys", "--batch-size", "10").stdout
+        == "reap_keys: 0 deleted, 0 protected, " + REST
+    )
     make_older(2 * 3600, "finished_at")
     terminal, its_end = pty.openpty()
     with start("reap_keys", "--batch-size", "10", stdout=its_end) as process:

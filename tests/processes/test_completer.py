@@ -48,7 +48,9 @@ def shop(serve: Any) -> Shop:
     return open_shop(serve)
 
 
-def test_a_key_whose_client_has_gone_is_finished_as_its_user(shop: Shop, sender: Sender, settings: Settings) -> None:
+def test_a_key_whose_client_has_gone_is_finished_as_its_user(
+    shop: Shop, sender: Sender, settings: Settings
+) -> None:
     settings.ALLOWED_HOSTS = ["rides.example"]
     settings.LANGUAGES = [("en", "English"), ("de", "German")]
     headers = {"Accept-Language": "de", "Host": "rides.example"}
@@ -86,8 +88,19 @@ def test_a_view_that_would_end_its_process_ends_neither_the_pass_nor_the_loop(
     abandon()
     assert complete_once() == CompletePass(failed=2)
     assert runs == ["one", "two"] * 2
-    assert set(IdempotencyKey.objects.values_list("last_error", "locked_until")) == {(f"{leave.__name__}: on purpose", None)}
-    assert len([record for record in caplog.records if record.name == "idempotency" and record.levelname == "ERROR"]) == 2
+    assert set(IdempotencyKey.objects.values_list("last_error", "locked_until")) == {
+        (f"{leave.__name__}: on purpose", None)
+    }
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if record.name == "idempotency" and record.levelname == "ERROR"
+            ]
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,14 +110,21 @@ def test_a_view_that_would_end_its_process_ends_neither_the_pass_nor_the_loop(
         {"created_at": Now() - timedelta(seconds=2970)},
         {"last_run_at": Now() - timedelta(seconds=570)},
         {"next_run_at": Now() + timedelta(seconds=30)},
-        {"locked_until": Now() + timedelta(seconds=30), "claim_token": "8e03978e-40d5-43e8-bc93-6894a57f9324"},
+        {
+            "locked_until": Now() + timedelta(seconds=30),
+            "claim_token": "8e03978e-40d5-43e8-bc93-6894a57f9324",
+        },
         {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "in doubt"},
     ],
 )
 def test_a_key_that_is_young_busy_or_a_persons_is_left_alone(
     shop: Shop, sender: Sender, settings: Settings, state: dict[str, Any]
 ) -> None:
-    limits = {"COMPLETER_MIN_AGE_SECONDS": 3000, "COMPLETER_IDLE_SECONDS": 600, "LOCK_TIMEOUT_SECONDS": 900}
+    limits = {
+        "COMPLETER_MIN_AGE_SECONDS": 3000,
+        "COMPLETER_IDLE_SECONDS": 600,
+        "LOCK_TIMEOUT_SECONDS": 900,
+    }
     settings.IDEMPOTENCY = limits
     sender.send()
     abandon(times=10)
@@ -121,7 +141,9 @@ def test_a_finished_key_and_an_empty_table_are_nothing_to_do(shop: Shop) -> None
     assert complete_once() == CompletePass()
 
 
-def test_a_view_that_fails_again_leaves_its_key_where_it_was_and_waits_longer_each_time(shop: Shop, sender: Sender) -> None:
+def test_a_view_that_fails_again_leaves_its_key_where_it_was_and_waits_longer_each_time(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send()
     waits = []
     for _ in range(3):
@@ -153,7 +175,9 @@ def test_after_the_last_attempt_a_key_is_stuck(
     assert len(shop.seen) == 3
 
 
-def test_a_missing_user_or_view_or_body_makes_the_key_stuck(shop: Shop, sender: Sender, serve: Any) -> None:
+def test_a_missing_user_or_view_or_body_makes_the_key_stuck(
+    shop: Shop, sender: Sender, serve: Any
+) -> None:
     sender.send()
     for code, change in {
         "body_not_kept": {"request_body": None, "begun": True},
@@ -172,8 +196,16 @@ def test_a_missing_user_or_view_or_body_makes_the_key_stuck(shop: Shop, sender: 
 
 
 @pytest.mark.parametrize("code", StuckCode)
-def test_a_late_retry_runs_what_only_the_completer_cannot_run(code: str, shop: Shop, sender: Sender) -> None:
-    runs = {"unknown_recovery_point", "refused_when_rebuilt", "view_missing", "user_missing", "body_not_kept"}
+def test_a_late_retry_runs_what_only_the_completer_cannot_run(
+    code: str, shop: Shop, sender: Sender
+) -> None:
+    runs = {
+        "unknown_recovery_point",
+        "refused_when_rebuilt",
+        "view_missing",
+        "user_missing",
+        "body_not_kept",
+    }
     sender.send()
     shop.broken = False
     IdempotencyKey.objects.update(stuck_code=code, stuck_at=Now(), stuck_reason="reason")
@@ -219,7 +251,11 @@ def test_what_ends_before_the_views_decorator_releases_the_key_and_says_so(
     abandon()
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
-    assert (key.locked_until, key.recovery_point, key.history[-1]["event"]) == (None, "entry_created", "error")
+    assert (key.locked_until, key.recovery_point, key.history[-1]["event"]) == (
+        None,
+        "entry_created",
+        "error",
+    )
     assert key.last_error.endswith("responded with status 429: Slow down.")
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": tenant_is_gone}
     abandon()
@@ -229,7 +265,9 @@ def test_what_ends_before_the_views_decorator_releases_the_key_and_says_so(
     assert len(shop.seen) == 1
 
 
-def test_a_throttle_of_the_framework_releases_the_key_and_says_so(sender: Sender, serve: Any) -> None:
+def test_a_throttle_of_the_framework_releases_the_key_and_says_so(
+    sender: Sender, serve: Any
+) -> None:
     class Once(BaseThrottle):
         let_through = [True]
 
@@ -262,11 +300,16 @@ def test_a_reason_to_ask_a_person_that_is_raised_before_the_view_makes_the_key_s
     abandon()
     assert complete_once() == CompletePass(stuck=1)
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_until) == ("view_gave_up", "Whose tenant is it?", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_until) == (
+        "view_gave_up",
+        "Whose tenant is it?",
+        None,
+    )
 
 
 class CodeOfItsOwn(KeyStuck):
-    """A reason with a code that each test chooses, in the way that is forgotten about: without ``super().__init__``."""
+    """A reason with a code that each test chooses, in the way that is forgotten about: without
+    ``super().__init__``."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -288,7 +331,12 @@ class CodeOfItsOwn(KeyStuck):
 )
 @pytest.mark.parametrize("by_completer", [False, True])
 def test_whatever_code_a_view_gives_its_key_reaches_a_person(
-    by_completer: bool, code: str, kept: str, sender: Sender, serve: Any, monkeypatch: pytest.MonkeyPatch
+    by_completer: bool,
+    code: str,
+    kept: str,
+    sender: Sender,
+    serve: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(CodeOfItsOwn, "code", code)
     errors = [CodeOfItsOwn("5 against 500")] + [OSError("down")] * by_completer
@@ -350,10 +398,18 @@ def test_a_key_becomes_stuck_although_its_reason_cannot_be_made(
         abandon()
         assert complete_once() == CompletePass(stuck=1)
     else:
-        serve(view=idempotent(recovery_points=[])(lambda request: give_up_without_reason(request, request.idempotency_key)))
+        serve(
+            view=idempotent(recovery_points=[])(
+                lambda request: give_up_without_reason(request, request.idempotency_key)
+            )
+        )
         assert sender.send().status_code == 409
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_until) == ("call_in_doubt", "WithoutReason: Look.", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_until) == (
+        "call_in_doubt",
+        "WithoutReason: Look.",
+        None,
+    )
 
 
 def test_a_key_whose_last_run_did_not_come_back_is_given_up_without_another(
@@ -377,7 +433,9 @@ def test_a_key_whose_last_run_did_not_come_back_is_given_up_without_another(
 
 
 @pytest.mark.postgres
-def test_a_database_that_takes_no_writes_does_not_answer(monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> None:
+def test_a_database_that_takes_no_writes_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, transactional_db: None
+) -> None:
     connection.close()
     monkeypatch.setitem(connection.settings_dict, "HOST", "127.0.0.1")
     monkeypatch.setitem(connection.settings_dict, "PORT", free_port())
@@ -400,7 +458,9 @@ def test_a_key_that_another_run_has_taken_is_not_given_up(transactional_db: None
     def take_second() -> bool:
         asked.append(1)
         if len(asked) == 2:
-            IdempotencyKey.objects.filter(stuck_at=None).update(claim_token=uuid4(), locked_until=lock_end())
+            IdempotencyKey.objects.filter(stuck_at=None).update(
+                claim_token=uuid4(), locked_until=lock_end()
+            )
         return False
 
     assert complete_once(stop=take_second) == CompletePass(stuck=1)
@@ -421,7 +481,9 @@ def test_a_key_that_cannot_be_claimed_is_tried_once_in_a_pass(
     assert len(claimed) == 1
 
 
-def test_a_key_that_a_person_completes_waits_as_long_as_at_first_when_it_fails(shop: Shop, sender: Sender) -> None:
+def test_a_key_that_a_person_completes_waits_as_long_as_at_first_when_it_fails(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send()
     assert complete_key(IdempotencyKey.objects.get().pk) == "failed"
     key = IdempotencyKey.objects.get()
@@ -439,7 +501,9 @@ def without_autocommit() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("block", [transaction.atomic, contextmanager(without_autocommit)])
-def test_no_key_is_run_where_its_work_could_not_be_committed(shop: Shop, sender: Sender, block: Any) -> None:
+def test_no_key_is_run_where_its_work_could_not_be_committed(
+    shop: Shop, sender: Sender, block: Any
+) -> None:
     shop.broken = True
     assert sender.send().status_code == 500
     abandon()
@@ -452,7 +516,9 @@ def test_no_key_is_run_where_its_work_could_not_be_committed(shop: Shop, sender:
     assert (key.completer_attempts, key.finished_at) == (0, None)
 
 
-def test_a_key_that_a_second_attempt_of_a_run_made_stuck_is_counted_as_stuck(sender: Sender, serve: Any) -> None:
+def test_a_key_that_a_second_attempt_of_a_run_made_stuck_is_counted_as_stuck(
+    sender: Sender, serve: Any
+) -> None:
     """A second attempt reads the key again, into another object."""
     errors = [CodeOfItsOwn("5 against 500"), None, OSError("down")]
 
@@ -484,17 +550,25 @@ def test_a_reason_of_a_subclass_is_told_whatever_it_is(sender: Sender, serve: An
     assert IdempotencyKey.objects.stuck().get().stuck_reason == "{'ours': 5, 'theirs': 500}"
 
 
-def test_a_key_that_is_abandoned_during_a_pass_does_not_wait_for_its_end(serve: Any, settings: Settings) -> None:
+def test_a_key_that_is_abandoned_during_a_pass_does_not_wait_for_its_end(
+    serve: Any, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
     scopes: list[str] = []
-    values: dict[str, Any] = {"request_path": "/view/", "user": UserFactory(), "created_at": ago(hours=2)}
+    values: dict[str, Any] = {
+        "request_path": "/view/",
+        "user": UserFactory(),
+        "created_at": ago(hours=2),
+    }
 
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         for _ in key.phases():
             scopes.append(key.scope)
             if len(scopes) == 1:
-                IdempotencyKeyFactory(scope="late", last_run_at=Now() - timedelta(seconds=1), **values)
+                IdempotencyKeyFactory(
+                    scope="late", last_run_at=Now() - timedelta(seconds=1), **values
+                )
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse(status=201))
         return key.response()
@@ -506,7 +580,9 @@ def test_a_key_that_is_abandoned_during_a_pass_does_not_wait_for_its_end(serve: 
     assert scopes.index("late") < 15
 
 
-def test_a_point_of_another_deploy_is_marked_and_finished_by_code_that_knows_it(shop: Shop, sender: Sender) -> None:
+def test_a_point_of_another_deploy_is_marked_and_finished_by_code_that_knows_it(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send()
     IdempotencyKey.objects.update(recovery_point="point_of_next_deploy")
     abandon()
@@ -519,7 +595,9 @@ def test_a_point_of_another_deploy_is_marked_and_finished_by_code_that_knows_it(
     assert not IdempotencyKey.objects.stuck().exists()
 
 
-def test_one_failing_key_does_not_keep_the_others_waiting(shop: Shop, sender: Sender, serve: Any) -> None:
+def test_one_failing_key_does_not_keep_the_others_waiting(
+    shop: Shop, sender: Sender, serve: Any
+) -> None:
     sender.send(key="bad")
     good = Shop()
     serve(view=shop.view, good=good.view)
@@ -533,7 +611,9 @@ def test_one_failing_key_does_not_keep_the_others_waiting(shop: Shop, sender: Se
 def test_a_view_whose_other_database_is_down_stops_no_other_key(serve: Any, sender: Sender) -> None:
     from django.db.utils import ConnectionHandler
 
-    down = ConnectionHandler({"default": connection.settings_dict | {"HOST": "127.0.0.1", "PORT": "1", "OPTIONS": {}}})
+    down = ConnectionHandler(
+        {"default": connection.settings_dict | {"HOST": "127.0.0.1", "PORT": "1", "OPTIONS": {}}}
+    )
     broken = [1]
 
     def asks_elsewhere(request: HttpRequest) -> HttpResponse:
@@ -568,7 +648,9 @@ def test_failing_keys_of_one_scope_do_not_hold_up_another_scope(shop: Shop, send
     assert other.user.pk in [run["user"] for run in shop.seen[:2]]
 
 
-def test_a_scope_whose_key_is_due_later_does_not_wait_for_all_keys_of_another(shop: Shop, sender: Sender) -> None:
+def test_a_scope_whose_key_is_due_later_does_not_wait_for_all_keys_of_another(
+    shop: Shop, sender: Sender
+) -> None:
     other = Sender()
     for number in range(30):
         sender.send(key=f"key-{number}")
@@ -588,12 +670,20 @@ def test_a_scope_whose_key_is_due_later_does_not_wait_for_all_keys_of_another(sh
     assert other.user.pk in [run["user"] for run in shop.seen[:12]]
 
 
-def test_a_pass_takes_each_key_once_although_it_is_due_again(shop: Shop, sender: Sender, settings: Settings) -> None:
-    """Else a pass over keys that fail would not end; nor over those of a deploy, which are not claimed."""
+def test_a_pass_takes_each_key_once_although_it_is_due_again(
+    shop: Shop, sender: Sender, settings: Settings
+) -> None:
+    """Else a pass over keys that fail would not end; nor over those of a deploy, which are not
+    claimed."""
     for number in range(4):
         sender.send(key=f"key-{number}")
     of_deploy = IdempotencyKey.objects.filter(idempotency_key="key-0")
-    of_deploy.update(recovery_point="later", stuck_at=Now(), stuck_code="unknown_recovery_point", stuck_reason="a deploy")
+    of_deploy.update(
+        recovery_point="later",
+        stuck_at=Now(),
+        stuck_code="unknown_recovery_point",
+        stuck_reason="a deploy",
+    )
     abandon()
     settings.IDEMPOTENCY = {"COMPLETER_IDLE_SECONDS": 1}
     asked = []
@@ -610,15 +700,23 @@ def test_a_pass_takes_each_key_once_although_it_is_due_again(shop: Shop, sender:
     assert len(asked) == 5
 
 
-def test_a_pass_ends_although_keys_become_due_all_the_time(shop: Shop, sender: Sender, settings: Settings) -> None:
+def test_a_pass_ends_although_keys_become_due_all_the_time(
+    shop: Shop, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
-    values: dict[str, Any] = {"request_path": "/nowhere/", "user": UserFactory(), "created_at": ago(hours=2)}
+    values: dict[str, Any] = {
+        "request_path": "/nowhere/",
+        "user": UserFactory(),
+        "created_at": ago(hours=2),
+    }
     asked = []
 
     def abandon_another() -> bool:
         asked.append(True)
         if len(asked) > 1:
-            IdempotencyKeyFactory(scope=f"late-{len(asked)}", last_run_at=Now() - timedelta(seconds=1), **values)
+            IdempotencyKeyFactory(
+                scope=f"late-{len(asked)}", last_run_at=Now() - timedelta(seconds=1), **values
+            )
         return len(asked) > 20
 
     IdempotencyKeyFactory(scope="first", last_run_at=ago(hours=1), **values)
@@ -626,10 +724,16 @@ def test_a_pass_ends_although_keys_become_due_all_the_time(shop: Shop, sender: S
     assert len(asked) == 2
 
 
-def test_a_key_that_failed_waits_its_turn_in_a_pass_over_another_scope(serve: Any, settings: Settings) -> None:
+def test_a_key_that_failed_waits_its_turn_in_a_pass_over_another_scope(
+    serve: Any, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
     scopes: list[str] = []
-    values: dict[str, Any] = {"request_path": "/view/", "user": UserFactory(), "created_at": ago(hours=2)}
+    values: dict[str, Any] = {
+        "request_path": "/view/",
+        "user": UserFactory(),
+        "created_at": ago(hours=2),
+    }
 
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
@@ -641,7 +745,9 @@ def test_a_key_that_failed_waits_its_turn_in_a_pass_over_another_scope(serve: An
     serve(view=idempotent(recovery_points=[])(view))
     for _ in range(15):
         IdempotencyKeyFactory(scope="backlog", last_run_at=ago(hours=1), **values)
-    failed = IdempotencyKeyFactory(scope="other", completer_attempts=1, next_run_at=Now() + timedelta(hours=1), **values)
+    failed = IdempotencyKeyFactory(
+        scope="other", completer_attempts=1, next_run_at=Now() + timedelta(hours=1), **values
+    )
     once_failed = IdempotencyKey.objects.filter(pk=failed.pk)
     complete_once(batch_size=2)
     assert scopes.index("other") < 15
@@ -669,7 +775,9 @@ def test_completers_at_once_run_each_key_once(shop: Shop, sender: Sender) -> Non
 
 
 @pytest.mark.postgres
-def test_a_run_that_meets_a_serialization_failure_is_made_again_with_the_whole_request(shop: Shop, sender: Sender) -> None:
+def test_a_run_that_meets_a_serialization_failure_is_made_again_with_the_whole_request(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send(body={"a": 1})
     abandon()
     failures = iter(["DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"])
@@ -710,7 +818,10 @@ def test_threads_stop_between_keys_and_leave_no_connection(shop: Shop, sender: S
     assert complete_once(concurrency=3, stop=lambda: len(shop.seen) > 6).finished <= 4
     assert IdempotencyKey.objects.unfinished().count() >= 2
     with connection.cursor() as cursor:
-        others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        others = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+            " pg_backend_pid()"
+        )
 
         def alone() -> bool:
             cursor.execute(others + " AND backend_type = 'client backend'")
@@ -720,7 +831,9 @@ def test_threads_stop_between_keys_and_leave_no_connection(shop: Shop, sender: S
 
 
 @pytest.mark.postgres
-def test_a_client_that_comes_back_while_the_completer_is_at_work_is_sent_round(shop: Shop, sender: Sender) -> None:
+def test_a_client_that_comes_back_while_the_completer_is_at_work_is_sent_round(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send()
     abandon()
     shop.broken, shop.gate = False, Gate()
@@ -732,7 +845,9 @@ def test_a_client_that_comes_back_while_the_completer_is_at_work_is_sent_round(s
 
 
 @pytest.mark.postgres
-def test_a_run_of_the_completer_that_lost_its_key_replays_it_to_nobody(shop: Shop, sender: Sender) -> None:
+def test_a_run_of_the_completer_that_lost_its_key_replays_it_to_nobody(
+    shop: Shop, sender: Sender
+) -> None:
     sender.send()
     abandon()
     heard: list[Any] = []

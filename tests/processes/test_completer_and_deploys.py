@@ -1,4 +1,5 @@
-"""Keys that the completer leaves in peace: what this code does not know after a deploy, what a person has just given back."""
+"""Keys that the completer leaves in peace: what this code does not know after a deploy, what a
+person has just given back."""
 
 from datetime import timedelta
 from typing import Any
@@ -41,7 +42,9 @@ def left(shop: Shop, sender: Sender) -> IdempotencyKey:
     return key
 
 
-def test_nothing_comes_between_a_person_and_the_key(left: IdempotencyKey, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_comes_between_a_person_and_the_key(
+    left: IdempotencyKey, caplog: pytest.LogCaptureFixture
+) -> None:
     assert interventions.acknowledge(left.pk, left.claim_token, by="jane")
     assert f"key {left.key_hash}: acknowledged by jane" in caplog.text
     before = IdempotencyKey.objects.values().get()
@@ -123,7 +126,9 @@ def test_a_key_that_a_person_hands_back_in_the_middle_of_a_pass_has_its_attempts
 
 
 @pytest.mark.postgres
-def test_a_deploy_that_takes_long_to_be_mended_leaves_keys_that_the_completer_finishes(serve: Any, sender: Sender) -> None:
+def test_a_deploy_that_takes_long_to_be_mended_leaves_keys_that_the_completer_finishes(
+    serve: Any, sender: Sender
+) -> None:
     """25 runs of code that does not know the point take 20 hours; then the mended code comes."""
     broken = [1]
 
@@ -134,7 +139,11 @@ def test_a_deploy_that_takes_long_to_be_mended_leaves_keys_that_the_completer_fi
     good = two_phases(lambda request: None, lambda request: HttpResponse(status=201), call=call)
     serve(view=good)
     assert sender.send().status_code == 500
-    serve(view=idempotent(recovery_points=["other"])(lambda request: request.idempotency_key.response()))
+    serve(
+        view=idempotent(recovery_points=["other"])(
+            lambda request: request.idempotency_key.response()
+        )
+    )
     for _ in range(26):
         abandon()
         complete_once()

@@ -41,7 +41,9 @@ def test_a_healthy_site_has_no_findings():
 
 
 def test_a_stuck_key_is_found_until_a_person_has_seen_it():
-    key = IdempotencyKeyFactory(stuck_at=ago(minutes=1), stuck_code="call_in_doubt", stuck_reason="x")
+    key = IdempotencyKeyFactory(
+        stuck_at=ago(minutes=1), stuck_code="call_in_doubt", stuck_reason="x"
+    )
     assert codes() == ["stuck_keys"]
     IdempotencyKey.objects.filter(pk=key.pk).update(acknowledged_at=timezone.now())
     assert codes() == []
@@ -55,7 +57,9 @@ def test_a_completer_that_does_not_come_is_found(minutes, wanted):
 
 
 def test_a_key_that_the_completer_has_put_off_is_not_late():
-    IdempotencyKeyFactory(created_at=ago(hours=2), last_run_at=ago(hours=1), next_run_at=ago(seconds=10))
+    IdempotencyKeyFactory(
+        created_at=ago(hours=2), last_run_at=ago(hours=1), next_run_at=ago(seconds=10)
+    )
     assert codes() == []
 
 
@@ -77,7 +81,10 @@ def test_a_silent_loop_is_found_and_one_beside_it_is_enough():
     assert codes() == ["process_silent"]
     ProcessHeartbeat.objects.create(name="reap_keys", host="web2", pid=1)
     assert codes() == []
-    assert {process["process"] for process in diagnose().measured["processes"]} == {"web1/1", "web2/1"}
+    assert {process["process"] for process in diagnose().measured["processes"]} == {
+        "web1/1",
+        "web2/1",
+    }
 
 
 @pytest.mark.parametrize(
@@ -89,12 +96,19 @@ def test_a_silent_loop_is_found_and_one_beside_it_is_enough():
         (False, 2, ["reap_keys", "enqueue_jobs"], ["enqueue_jobs"]),
     ],
 )
-def test_a_probe_finds_the_loops_without_a_young_heartbeat_of_this_host(elsewhere, minutes, names, silent):
+def test_a_probe_finds_the_loops_without_a_young_heartbeat_of_this_host(
+    elsewhere, minutes, names, silent
+):
     host = "another" if elsewhere else socket.gethostname()
-    ProcessHeartbeat.objects.create(name="reap_keys", host=host, pid=1, beat_at=ago(minutes=minutes))
+    ProcessHeartbeat.objects.create(
+        name="reap_keys", host=host, pid=1, beat_at=ago(minutes=minutes)
+    )
     IdempotencyKeyFactory(stuck_at=ago(minutes=1), stuck_code="call_in_doubt", stuck_reason="x")
     done = run_here("idempotency_doctor", "--process", *names)
-    assert (done.returncode, [name for name in LOOPS if name in done.stderr]) == (bool(silent), silent)
+    assert (done.returncode, [name for name in LOOPS if name in done.stderr]) == (
+        bool(silent),
+        silent,
+    )
 
 
 def test_a_probe_takes_the_names_of_loops_alone():
@@ -112,7 +126,9 @@ def test_a_look_asks_as_much_of_many_keys_as_of_few():
     with CaptureQueriesContext(connection) as few:
         diagnose()
     IdempotencyKeyFactory.create_batch(40, finished=True)
-    IdempotencyKeyFactory.create_batch(40, stuck_at=ago(minutes=1), stuck_code="x", stuck_reason="x")
+    IdempotencyKeyFactory.create_batch(
+        40, stuck_at=ago(minutes=1), stuck_code="x", stuck_reason="x"
+    )
     with CaptureQueriesContext(connection) as many:
         diagnose()
     assert len(many) == len(few) <= 12
@@ -172,7 +188,10 @@ def test_transactions_that_a_role_may_not_see_are_not_taken_for_none():
 
     with background(idle), transaction.atomic(), connection.cursor() as cursor:
         gate.wait_until_reached()
-        cursor.execute("CREATE ROLE few_rights; GRANT SELECT ON ALL TABLES IN SCHEMA public TO few_rights; SET ROLE few_rights")
+        cursor.execute(
+            "CREATE ROLE few_rights; GRANT SELECT ON ALL TABLES IN SCHEMA public TO few_rights; SET"
+            " ROLE few_rights"
+        )
         told = diagnose().cannot_tell
         cursor.execute("RESET ROLE")
         transaction.set_rollback(True)
@@ -198,15 +217,21 @@ def of_the_table():
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(("columns", "named"), [("request_path", None), ("request_path, attempts", "harmful")])
+@pytest.mark.parametrize(
+    ("columns", "named"), [("request_path", None), ("request_path, attempts", "harmful")]
+)
 def test_an_index_on_a_column_that_runs_change_is_found(columns, named):
     with connection.cursor() as cursor:
         cursor.execute(f"CREATE INDEX harmful ON {TABLE} ({columns})")
         try:
-            seen = [finding.seen for finding in diagnose().findings if finding.code == "extra_index"]
+            seen = [
+                finding.seen for finding in diagnose().findings if finding.code == "extra_index"
+            ]
         finally:
             cursor.execute("DROP INDEX harmful")
-    assert [f"on columns that runs change: {named}." in text for text in seen] == [True] * bool(named)
+    assert [f"on columns that runs change: {named}." in text for text in seen] == [True] * bool(
+        named
+    )
 
 
 @pytest.mark.postgres

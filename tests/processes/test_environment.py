@@ -1,4 +1,5 @@
-"""All project code that a loop runs for a key runs in the environment of its request, and leaves nothing to the next key."""
+"""All project code that a loop runs for a key runs in the environment of its request, and leaves
+nothing to the next key."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,10 @@ from tests.kit.shards import GUIDE, SHARDS, end_sessions, routed, shard_of_reque
 from tests.kit.threads import elsewhere
 from tests.models import Entry
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])]
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.django_db(transaction=True, databases=["default", "shard_b"]),
+]
 
 
 class OrderInPath:
@@ -50,7 +54,8 @@ register_converter(OrderInPath, "order_of_test")
 
 
 class Shop:
-    """A phased view that fails while ``broken``. Neither the view nor its ``on_abandon`` names a database."""
+    """A phased view that fails while ``broken``. Neither the view nor its ``on_abandon`` names a
+    database."""
 
     def __init__(self) -> None:
         self.broken = True
@@ -90,7 +95,9 @@ def send_for_each_tenant(sender: Sender, url: str = "/view/") -> None:
     """Leave an unfinished key in each shard; both have the same id."""
     for host, alias in SHARDS.items():
         with connections[alias].cursor() as cursor:
-            cursor.execute("SELECT setval(pg_get_serial_sequence('idempotency_idempotencykey', 'id'), 4711)")
+            cursor.execute(
+                "SELECT setval(pg_get_serial_sequence('idempotency_idempotencykey', 'id'), 4711)"
+            )
         assert sender.send(url, headers={"Host": host}).status_code == 500
     assert len({IdempotencyKey.objects.using(alias).get().pk for alias in SHARDS.values()}) == 1
 
@@ -115,7 +122,9 @@ def orders() -> int:
     return 4711
 
 
-def test_a_path_converter_finds_the_rows_of_its_own_tenant(shop: Shop, sender: Sender, orders: int) -> None:
+def test_a_path_converter_finds_the_rows_of_its_own_tenant(
+    shop: Shop, sender: Sender, orders: int
+) -> None:
     send_for_each_tenant(sender, f"/orders/{orders}/")
     abandon(using="shard_b")
     shop.broken = False
@@ -125,7 +134,9 @@ def test_a_path_converter_finds_the_rows_of_its_own_tenant(shop: Shop, sender: S
 
 
 @pytest.mark.parametrize("by", ["completer", "reaper", "operator"])
-def test_a_path_that_resolves_in_its_own_shard_only_is_not_missing(by: str, shop: Shop, sender: Sender, orders: int) -> None:
+def test_a_path_that_resolves_in_its_own_shard_only_is_not_missing(
+    by: str, shop: Shop, sender: Sender, orders: int
+) -> None:
     send_for_each_tenant(sender, f"/orders/{orders}/")
     Entry.objects.using("default").all().delete()
     abandon(using="shard_b")
@@ -138,7 +149,10 @@ def test_a_path_that_resolves_in_its_own_shard_only_is_not_missing(by: str, shop
             assert reap_once(using="shard_b") == ReapPass(settled=1)
         case "operator":
             key = in_shard_b()
-            assert interventions.complete_now(key.pk, key.claim_token, by="ann", using="shard_b") == "finished"
+            assert (
+                interventions.complete_now(key.pk, key.claim_token, by="ann", using="shard_b")
+                == "finished"
+            )
     assert (in_shard_b().stuck_code, shard_of_request.get()) == ("", "default")
 
 
@@ -176,7 +190,9 @@ def test_receivers_of_signals_run_in_the_shard_of_the_key(shop: Shop, sender: Se
     assert set(heard) == {(name, "shard_b") for name in receivers}
 
 
-def test_the_sender_is_read_where_the_router_finds_users_then(shop: Shop, settings: Settings, serve: Any) -> None:
+def test_the_sender_is_read_where_the_router_finds_users_then(
+    shop: Shop, settings: Settings, serve: Any
+) -> None:
     """Ids of users repeat between shards whose users are in them."""
 
     class UsersInShards(GUIDE["TenantRouter"]):  # type: ignore[misc]
@@ -199,7 +215,9 @@ def test_the_sender_is_read_where_the_router_finds_users_then(shop: Shop, settin
     settings.DATABASE_ROUTERS = [UsersInShards()]
     serve(view=view)
     IdempotencyKey.objects.using("shard_b").create(
-        **IdempotencyKeyFactory.stub(request_path="/view/", user_id=4711, recovery_point="started").__dict__
+        **IdempotencyKeyFactory.stub(
+            request_path="/view/", user_id=4711, recovery_point="started"
+        ).__dict__
     )
     abandon(using="shard_b")
     complete_once(using="shard_b")
@@ -274,7 +292,9 @@ def recorder(serve: Any, sender: Sender) -> Recorder:
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_what_is_set_for_one_key_is_not_set_for_the_next(recorder: Recorder, settings: Settings, concurrency: int) -> None:
+def test_what_is_set_for_one_key_is_not_set_for_the_next(
+    recorder: Recorder, settings: Settings, concurrency: int
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": set_plan_of_some}
     abandon()
     assert complete_once(concurrency=concurrency) == CompletePass(finished=2)
@@ -290,7 +310,9 @@ def test_a_context_manager_stays_open_for_the_run(recorder: Recorder, settings: 
     assert (plan.get(), opened) == ("none", [])
 
 
-def test_a_context_manager_stays_open_for_on_abandon(recorder: Recorder, settings: Settings) -> None:
+def test_a_context_manager_stays_open_for_on_abandon(
+    recorder: Recorder, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": with_plan}
     past_the_retention()
     assert reap_once() == ReapPass(settled=2)
@@ -298,7 +320,9 @@ def test_a_context_manager_stays_open_for_on_abandon(recorder: Recorder, setting
     assert (plan.get(), opened) == ("none", [])
 
 
-def test_a_context_manager_is_closed_after_a_run_that_fails(recorder: Recorder, settings: Settings) -> None:
+def test_a_context_manager_is_closed_after_a_run_that_fails(
+    recorder: Recorder, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": with_plan}
     recorder.broken = True
     abandon()
@@ -312,17 +336,26 @@ def test_a_context_manager_that_fails_at_its_end_changes_no_result(
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": fails_at_its_end}
     abandon()
     assert complete_once() == CompletePass(finished=2)
-    errors = [record for record in caplog.records if record.name == "idempotency" and record.levelname == "ERROR"]
+    errors = [
+        record
+        for record in caplog.records
+        if record.name == "idempotency" and record.levelname == "ERROR"
+    ]
     assert len(errors) == 2
 
 
 @pytest.mark.parametrize("prepare", [forgotten_decorator], ids=["a generator"])
-def test_a_function_that_is_no_context_manager_yet_runs_nothing(recorder: Recorder, settings: Settings, prepare: Any) -> None:
+def test_a_function_that_is_no_context_manager_yet_runs_nothing(
+    recorder: Recorder, settings: Settings, prepare: Any
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare}
     abandon()
     assert complete_once() == CompletePass(failed=2)
     assert recorder.seen == []
-    assert all("contextmanager" in error for error in IdempotencyKey.objects.values_list("last_error", flat=True))
+    assert all(
+        "contextmanager" in error
+        for error in IdempotencyKey.objects.values_list("last_error", flat=True)
+    )
 
 
 def test_the_context_manager_of_the_guide_sets_the_language_of_the_user(
@@ -333,7 +366,9 @@ def test_the_context_manager_of_the_guide_sets_the_language_of_the_user(
     monkeypatch.setattr(get_user_model(), "language", "de", raising=False)
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": guide["in_language_of_user"]}
     languages: list[str | None] = []
-    monkeypatch.setattr(Recorder, "_record", lambda *args: languages.append(translation.get_language()))
+    monkeypatch.setattr(
+        Recorder, "_record", lambda *args: languages.append(translation.get_language())
+    )
     abandon()
     assert complete_once() == CompletePass(finished=2)
     assert set(languages) == {"de"}
@@ -347,23 +382,33 @@ def raises(error: Exception) -> Any:
     return prepare
 
 
-def test_the_reaper_waits_for_what_prepare_request_cannot_set_now(recorder: Recorder, settings: Settings) -> None:
-    settings.IDEMPOTENCY = {"PREPARE_REQUEST": raises(ConnectionError("the directory of tenants is down"))}
+def test_the_reaper_waits_for_what_prepare_request_cannot_set_now(
+    recorder: Recorder, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {
+        "PREPARE_REQUEST": raises(ConnectionError("the directory of tenants is down"))
+    }
     past_the_retention()
     assert reap_once() == ReapPass()
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": set_plan_of_some}
     assert reap_once() == ReapPass(settled=2)
 
 
-def test_the_reaper_marks_what_prepare_request_gives_up(recorder: Recorder, settings: Settings) -> None:
+def test_the_reaper_marks_what_prepare_request_gives_up(
+    recorder: Recorder, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": raises(KeyStuck("the tenant is gone"))}
     past_the_retention()
     assert reap_once() == ReapPass(stuck=2)
     assert recorder.seen == []
-    assert set(IdempotencyKey.objects.values_list("stuck_reason", flat=True)) == {"the tenant is gone"}
+    assert set(IdempotencyKey.objects.values_list("stuck_reason", flat=True)) == {
+        "the tenant is gone"
+    }
 
 
-def test_on_abandon_of_a_request_without_its_body_has_the_environment_too(recorder: Recorder, settings: Settings) -> None:
+def test_on_abandon_of_a_request_without_its_body_has_the_environment_too(
+    recorder: Recorder, settings: Settings
+) -> None:
     bodies: list[bytes] = []
 
     def prepare(request: HttpRequest, key: IdempotencyKey) -> None:
@@ -380,13 +425,17 @@ def test_on_abandon_of_a_request_without_its_body_has_the_environment_too(record
 def test_a_request_without_its_body_waits_for_on_abandon_while_its_environment_fails(
     recorder: Recorder, settings: Settings
 ) -> None:
-    settings.IDEMPOTENCY = {"PREPARE_REQUEST": raises(ConnectionError("the directory of tenants is down"))}
+    settings.IDEMPOTENCY = {
+        "PREPARE_REQUEST": raises(ConnectionError("the directory of tenants is down"))
+    }
     IdempotencyKey.objects.update(request_body=None)
     abandon()
     assert complete_once() == CompletePass(failed=2)
 
 
-def test_an_async_function_can_read_the_user(recorder: Recorder, settings: Settings, sender: Sender) -> None:
+def test_an_async_function_can_read_the_user(
+    recorder: Recorder, settings: Settings, sender: Sender
+) -> None:
     users: list[Any] = []
 
     async def prepare(request: HttpRequest, key: IdempotencyKey) -> None:
@@ -398,7 +447,9 @@ def test_an_async_function_can_read_the_user(recorder: Recorder, settings: Setti
     assert users == [sender.user.pk] * 2
 
 
-def test_a_user_who_is_gone_is_not_replaced_by_prepare_request(recorder: Recorder, settings: Settings) -> None:
+def test_a_user_who_is_gone_is_not_replaced_by_prepare_request(
+    recorder: Recorder, settings: Settings
+) -> None:
     def prepare(request: HttpRequest, key: IdempotencyKey) -> None:
         request.user = UserFactory()
 
@@ -427,7 +478,8 @@ ACTIONS = {action.__name__: action for action in (lose_connection, leave_autocom
 
 
 class TwoDatabases:
-    """A phased view and its ``on_abandon``, which also write to another database. The key may name an action before that."""
+    """A phased view and its ``on_abandon``, which also write to another database. The key may name
+    an action before that."""
 
     def __init__(self) -> None:
         self.broken = True
@@ -454,7 +506,8 @@ class TwoDatabases:
 
 @pytest.fixture
 def leave_keys(serve: Any, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a function that leaves unfinished keys with these values, in a project with persistent connections."""
+    """Return a function that leaves unfinished keys with these values, in a project with persistent
+    connections."""
     monkeypatch.setitem(connections["shard_b"].settings_dict, "CONN_MAX_AGE", None)
 
     def leave(*keys: str) -> None:
@@ -480,18 +533,24 @@ def test_what_one_run_does_to_a_connection_fails_no_other_run(action: str, leave
     done = complete_once()
     assert done.finished + done.failed == 3
     assert {"second", "third"} <= written()
-    assert {"second", "third"} <= set(IdempotencyKey.objects.finished().values_list("idempotency_key", flat=True))
+    assert {"second", "third"} <= set(
+        IdempotencyKey.objects.finished().values_list("idempotency_key", flat=True)
+    )
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_what_one_on_abandon_does_to_a_connection_fails_no_other(action: str, leave_keys: Any) -> None:
+def test_what_one_on_abandon_does_to_a_connection_fails_no_other(
+    action: str, leave_keys: Any
+) -> None:
     """The function runs once: each key whose ``on_abandon`` fails needs a person."""
     leave_keys(action, "second", "third")
     past_the_retention()
     done = reap_once()
     assert done.settled + done.stuck == 3
     assert {"second", "third"} <= written()
-    assert not {"second", "third"} & set(IdempotencyKey.objects.stuck().values_list("idempotency_key", flat=True))
+    assert not {"second", "third"} & set(
+        IdempotencyKey.objects.stuck().values_list("idempotency_key", flat=True)
+    )
 
 
 def test_a_connection_that_is_lost_between_two_keys_fails_neither(leave_keys: Any) -> None:
@@ -509,7 +568,9 @@ def test_a_connection_that_is_lost_between_two_keys_fails_neither(leave_keys: An
     assert written() == {"first", "second", "third", "fourth", "fifth", "sixth"}
 
 
-def test_autocommit_that_a_view_leaves_off_is_on_for_the_next_key(serve: Any, sender: Sender) -> None:
+def test_autocommit_that_a_view_leaves_off_is_on_for_the_next_key(
+    serve: Any, sender: Sender
+) -> None:
     """The view leaves it off on the connection of its key."""
 
     @idempotent(recovery_points=[])
@@ -533,12 +594,18 @@ def test_autocommit_that_a_view_leaves_off_is_on_for_the_next_key(serve: Any, se
     assert IdempotencyKey.objects.finished().get().idempotency_key == "second"
 
 
-def test_the_response_of_on_abandon_is_stored_although_it_lost_the_connection_of_the_key(serve: Any, sender: Sender) -> None:
+def test_the_response_of_on_abandon_is_stored_although_it_lost_the_connection_of_the_key(
+    serve: Any, sender: Sender
+) -> None:
     def refund(key: IdempotencyKey) -> HttpResponseBase:
         end_sessions("default")
         return HttpResponse(status=410)
 
-    serve(view=idempotent(recovery_points=[], on_abandon=refund)(lambda request: HttpResponse(status=503)))
+    serve(
+        view=idempotent(recovery_points=[], on_abandon=refund)(
+            lambda request: HttpResponse(status=503)
+        )
+    )
     sender.send()
     past_the_retention()
     assert reap_once() == ReapPass(settled=1)

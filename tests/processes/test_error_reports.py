@@ -1,4 +1,5 @@
-"""An error of project code that a process runs for a key: its report shows no secret in a frame of this app."""
+"""An error of project code that a process runs for a key: its report shows no secret in a frame of
+this app."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,12 @@ def kept(planted: Planted, transactional_db: None, serve: Any) -> Kept:
         session["card"] = planted["session"]
         session.save()
         headers = {"Accept-Language": planted["header"]}
-        assert sender.send(key=planted["key"], body={"card": planted["body"]}, headers=headers).status_code == 500
+        assert (
+            sender.send(
+                key=planted["key"], body={"card": planted["body"]}, headers=headers
+            ).status_code
+            == 500
+        )
         abandon()
         key = IdempotencyKey.objects.get()
         assert planted["body"] in bytes(key.request_body).decode()
@@ -59,7 +65,9 @@ def kept(planted: Planted, transactional_db: None, serve: Any) -> Kept:
     return leave_unfinished
 
 
-def test_60_error_of_a_view_that_the_completer_runs(kept: Kept, planted: Planted, caplog: pytest.LogCaptureFixture) -> None:
+def test_60_error_of_a_view_that_the_completer_runs(
+    kept: Kept, planted: Planted, caplog: pytest.LogCaptureFixture
+) -> None:
     kept()
     with planted.logged(caplog):
         assert complete_once().failed == 1
@@ -74,7 +82,9 @@ def test_60_error_of_prepare_request(
         assert complete_once().failed == 1
 
 
-def test_60_error_of_the_user_model(kept: Kept, planted: Planted, caplog: pytest.LogCaptureFixture) -> None:
+def test_60_error_of_the_user_model(
+    kept: Kept, planted: Planted, caplog: pytest.LogCaptureFixture
+) -> None:
     kept()
     post_init.connect(fail, sender=get_user_model())
     try:
@@ -85,14 +95,18 @@ def test_60_error_of_the_user_model(kept: Kept, planted: Planted, caplog: pytest
 
 
 @pytest.mark.parametrize("run", ["completer", "complete_now"])
-def test_60_exception_that_ends_the_process(run: str, kept: Kept, planted: Planted, caplog: pytest.LogCaptureFixture) -> None:
+def test_60_exception_that_ends_the_process(
+    run: str, kept: Kept, planted: Planted, caplog: pytest.LogCaptureFixture
+) -> None:
     key = kept()
     planted.of_key(key)
     planted.secrets["seen"] = str(key.claim_token)
     key.errors.append(Leave())
     runs: dict[str, Callable[[], object]] = {
         "completer": complete_once,
-        "complete_now": lambda: interventions.complete_now(key.pk, key.claim_token, by="jane", note="checked"),
+        "complete_now": lambda: interventions.complete_now(
+            key.pk, key.claim_token, by="jane", note="checked"
+        ),
     }
     with pytest.raises(Leave) as caught:
         runs[run]()

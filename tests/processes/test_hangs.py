@@ -1,4 +1,5 @@
-"""A run that hangs occupies one thread of a loop. Its key is marked, and the process ends and is started again."""
+"""A run that hangs occupies one thread of a loop. Its key is marked, and the process ends and is
+started again."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -58,7 +59,10 @@ def events(key: str) -> list[str]:
 @contextmanager
 def loop(*arguments: str, lease: int = 2) -> Iterator[Any]:
     """Run a loop with a short lease."""
-    changes = {"DJANGO_SETTINGS_MODULE": "tests.processes.hanging_settings", "TEST_LOCK_TIMEOUT": str(lease)}
+    changes = {
+        "DJANGO_SETTINGS_MODULE": "tests.processes.hanging_settings",
+        "TEST_LOCK_TIMEOUT": str(lease),
+    }
     with commands.start(*arguments, **changes) as process:
         yield process
 
@@ -89,7 +93,9 @@ def test_one_run_that_hangs_delays_no_other_key_and_ends_the_process(start: Any)
     assert (key.hangs, key.stuck_code, key.locked_until, key.attempts) == (1, "", None, 2)
     assert "hanging.py" in key.last_error
     assert "wait_for_the_provider" in errors
-    assert (key.next_run_at - key.last_run_at).total_seconds() > 8, "the next completer does not claim it at once"
+    assert (key.next_run_at - key.last_run_at).total_seconds() > 8, (
+        "the next completer does not claim it at once"
+    )
 
 
 @pytest.mark.processes
@@ -150,14 +156,21 @@ def test_a_signal_waits_a_bounded_time_for_a_run_that_hangs(number: int, start: 
     process.send_signal(number)
     assert process.wait(30) == HUNG
     key = state("hang")
-    assert (key.hangs, key.locked_until is not None) == (0, True), "its lease ends, and another run continues"
+    assert (key.hangs, key.locked_until is not None) == (
+        0,
+        True,
+    ), "its lease ends, and another run continues"
 
 
 @pytest.mark.processes
-def test_an_on_abandon_that_hangs_is_left_to_a_person_and_the_others_are_settled(start: Any) -> None:
+def test_an_on_abandon_that_hangs_is_left_to_a_person_and_the_others_are_settled(
+    start: Any,
+) -> None:
     leave("hang", "good-1", "good-2", url="/undo/")
     past_the_retention()
-    IdempotencyKey.objects.filter(idempotency_key="hang").update(created_at=state("good-1").created_at)
+    IdempotencyKey.objects.filter(idempotency_key="hang").update(
+        created_at=state("good-1").created_at
+    )
     with loop("reap_keys", "--loop", "--interval", "0.1") as process:
         eventually(lambda: "hung" in events("hang"))
         assert process.wait(30) == HUNG
@@ -190,10 +203,14 @@ def test_the_loops_of_a_killed_worker_end(start: Any) -> None:
     assert not ProcessHeartbeat.objects.exists()
 
 
-def test_the_completer_waits_longer_than_a_client_for_a_lock_that_expired(settings: Settings) -> None:
+def test_the_completer_waits_longer_than_a_client_for_a_lock_that_expired(
+    settings: Settings,
+) -> None:
     """The loop that holds the lock may still find that its run hangs."""
     leave("good", lease=90)
-    IdempotencyKey.objects.update(created_at="2020-01-01T00:00Z", claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7")
+    IdempotencyKey.objects.update(
+        created_at="2020-01-01T00:00Z", claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7"
+    )
     for seconds in (91, 181, 224):
         expire_lock(seconds)
         assert not IdempotencyKey.objects.abandoned().exists()
@@ -205,7 +222,9 @@ def test_the_completer_waits_longer_than_a_client_for_a_lock_that_expired(settin
 
 def test_a_key_that_is_handed_back_may_hang_as_often_as_at_first() -> None:
     leave("good")
-    IdempotencyKey.objects.update(hangs=3, stuck_at="2020-01-01T00:00Z", stuck_code="hung", stuck_reason="It hung.")
+    IdempotencyKey.objects.update(
+        hangs=3, stuck_at="2020-01-01T00:00Z", stuck_code="hung", stuck_reason="It hung."
+    )
     key = state("good")
     assert interventions.hand_back(key.pk, key.claim_token, by="ann")
     assert (state("good").hangs, state("good").stuck_code) == (0, "")

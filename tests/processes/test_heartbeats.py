@@ -1,4 +1,5 @@
-"""Heartbeats: each loop has a row while it runs, the dashboard shows it, and a loop works on without the table."""
+"""Heartbeats: each loop has a row while it runs, the dashboard shows it, and a loop works on
+without the table."""
 
 import os
 import subprocess
@@ -20,7 +21,9 @@ DASHBOARD = "/admin/idempotency/idempotencykey/dashboard/"
 
 
 @pytest.mark.django_db
-def test_a_heartbeat_is_one_row_that_is_written_now_and_then(django_assert_num_queries: Any, admin_client: Client) -> None:
+def test_a_heartbeat_is_one_row_that_is_written_now_and_then(
+    django_assert_num_queries: Any, admin_client: Client
+) -> None:
     ProcessHeartbeat.objects.create(name="enqueue_jobs", host="gone", pid=1, beat_at=ago(days=2))
     ProcessHeartbeat.objects.create(name="enqueue_jobs", host="silent", pid=1, beat_at=ago(hours=2))
     assert "gone" not in admin_client.get(DASHBOARD).text
@@ -39,16 +42,22 @@ def test_a_heartbeat_is_one_row_that_is_written_now_and_then(django_assert_num_q
 
 @pytest.mark.django_db
 def test_a_loop_that_stops_takes_killed_loops_of_its_host_off_the_list() -> None:
-    """Otherwise a loop that was killed, and then replaced by cron, would be reported for ever. One that runs and fails in each
-    pass is still reported."""
+    """Otherwise a loop that was killed, and then replaced by cron, would be reported for ever. One
+    that runs and fails in each pass is still reported."""
     heartbeat = Heartbeat("reap_keys", using="default")
     heartbeat.beat()
     host = ProcessHeartbeat.objects.get().host
     killed = [ended() for _ in range(3)]
-    kept = {("reap_keys", host, os.getppid(), 10), ("reap_keys", host, killed[1], 1), ("reap_keys", "other", killed[0], 10)}
+    kept = {
+        ("reap_keys", host, os.getppid(), 10),
+        ("reap_keys", host, killed[1], 1),
+        ("reap_keys", "other", killed[0], 10),
+    }
     kept |= {("complete_keys", host, killed[2], 10)}
     for name, of_host, pid, minutes in kept | {("reap_keys", host, killed[0], 10)}:
-        ProcessHeartbeat.objects.create(name=name, host=of_host, pid=pid, beat_at=ago(minutes=minutes))
+        ProcessHeartbeat.objects.create(
+            name=name, host=of_host, pid=pid, beat_at=ago(minutes=minutes)
+        )
     heartbeat.remove()
     left = ProcessHeartbeat.objects.values_list("name", "host", "pid")
     assert set(left) == {row[:3] for row in kept}
@@ -65,9 +74,18 @@ def ended() -> int:
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.processes
 def test_each_loop_gives_signs_of_life_until_it_is_told_to_stop(admin_client: Client) -> None:
-    with start("idempotency_worker", "--enqueue-interval=0.1", "--complete-interval=0.1", "--reap-interval=0.1") as process:
-        eventually(lambda: set(ProcessHeartbeat.objects.values_list("name", flat=True)) == set(LOOPS))
-        assert {process.silent for process in admin_client.get(DASHBOARD).context["processes"]} == {False}
+    with start(
+        "idempotency_worker",
+        "--enqueue-interval=0.1",
+        "--complete-interval=0.1",
+        "--reap-interval=0.1",
+    ) as process:
+        eventually(
+            lambda: set(ProcessHeartbeat.objects.values_list("name", flat=True)) == set(LOOPS)
+        )
+        assert {process.silent for process in admin_client.get(DASHBOARD).context["processes"]} == {
+            False
+        }
         process.terminate()
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, ProcessHeartbeat.objects.count()) == (0, 0), errors

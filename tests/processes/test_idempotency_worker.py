@@ -1,4 +1,5 @@
-"""The three loops in one process: each does its work, none ends another, and a probe finds their heartbeats."""
+"""The three loops in one process: each does its work, none ends another, and a probe finds their
+heartbeats."""
 
 import re
 import signal
@@ -37,19 +38,26 @@ def alive():
 
 
 def give_work():
-    """Leave a job, a key to reap, and one that the completer has to give up, since no view answers its path."""
+    """Leave a job, a key to reap, and one that the completer has to give up, since no view answers
+    its path."""
     StagedJobFactory()
     expired_key()
     abandoned_key()
 
 
 def abandoned_key():
-    IdempotencyKeyFactory(request_path="/nowhere", created_at=ago(seconds=301), last_run_at=ago(seconds=301))
+    IdempotencyKeyFactory(
+        request_path="/nowhere", created_at=ago(seconds=301), last_run_at=ago(seconds=301)
+    )
 
 
 def all_done():
     keys = IdempotencyKey.objects
-    return not StagedJob.objects.exists() and not keys.finished().exists() and keys.unfinished().count() == keys.stuck().count()
+    return (
+        not StagedJob.objects.exists()
+        and not keys.finished().exists()
+        and keys.unfinished().count() == keys.stuck().count()
+    )
 
 
 def test_it_does_the_work_of_all_three_and_says_so(broker):
@@ -91,7 +99,12 @@ def test_a_loop_that_fails_ends_no_other_and_alone_has_no_new_heartbeat(broker):
             eventually(lambda: alive() == LOOPS - {"enqueue_jobs"})
             ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
             abandoned_key()
-            eventually(lambda: not ProcessedMessage.objects.exists() and IdempotencyKey.objects.stuck().exists())
+            eventually(
+                lambda: (
+                    not ProcessedMessage.objects.exists()
+                    and IdempotencyKey.objects.stuck().exists()
+                )
+            )
             rename("mislaid", "queue")
             mislaid = False
             eventually(lambda: alive() == LOOPS)
@@ -102,7 +115,9 @@ def test_a_loop_that_fails_ends_no_other_and_alone_has_no_new_heartbeat(broker):
         if mislaid:
             rename("mislaid", "queue")
     assert process.returncode == 0
-    assert errors.count(f"enqueue_jobs: {FAILING}") == errors.count(f"enqueue_jobs: {RECOVERED}") == 1
+    assert (
+        errors.count(f"enqueue_jobs: {FAILING}") == errors.count(f"enqueue_jobs: {RECOVERED}") == 1
+    )
     assert "manage.py migrate --database default" in errors
 
 
@@ -125,8 +140,12 @@ def test_a_wrong_option_exits_2():
 def test_the_commands_of_the_how_to_are_ones_that_the_commands_take():
     text = (settings.BASE_DIR / "docs" / "how-to" / "run-the-processes.md").read_text()
     commands = re.findall(
-        r"manage\.py ((?:enqueue_jobs|complete_keys|reap_keys|idempotency_worker|idempotency_doctor)[^`\n&]*)", text
+        r"manage\.py"
+        r" ((?:enqueue_jobs|complete_keys|reap_keys|idempotency_worker|idempotency_doctor)[^`\n&]*)",
+        text,
     )
     assert len(commands) > 10
     for name, *arguments in map(str.split, commands):
-        load_command_class("idempotency", name).create_parser("manage.py", name).parse_args(arguments)
+        load_command_class("idempotency", name).create_parser("manage.py", name).parse_args(
+            arguments
+        )

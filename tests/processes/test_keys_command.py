@@ -34,7 +34,9 @@ SECRETS = {
 
 def stuck(code: str = "view_gave_up", **fields: Any) -> IdempotencyKey:
     """Return a key that waits for manual review."""
-    return IdempotencyKeyFactory(stuck_at=timezone.now(), stuck_code=code, stuck_reason="it gave up", **fields)
+    return IdempotencyKeyFactory(
+        stuck_at=timezone.now(), stuck_code=code, stuck_reason="it gave up", **fields
+    )
 
 
 def run(*words: Any) -> None:
@@ -64,7 +66,10 @@ def test_filters_select_keys(words: tuple[str, ...], capsys: Any) -> None:
     user = UserFactory(username="jane", email="jane@example.com")
     key = stuck(request_path="/pay/?n=1", user=user, created_at=timezone.now() - timedelta(hours=2))
     IdempotencyKeyFactory(user=UserFactory())
-    words = tuple("jane@example.com" if word == "jane" and type(user).USERNAME_FIELD == "email" else word for word in words)
+    words = tuple(
+        "jane@example.com" if word == "jane" and type(user).USERNAME_FIELD == "email" else word
+        for word in words
+    )
     run("list", "--json", *words)
     assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [key.pk]
 
@@ -77,12 +82,18 @@ def test_no_output_has_a_secret_of_the_client(capsys: Any) -> None:
         "recovery_point": "finished",
     }
     key = IdempotencyKeyFactory(**fields)
-    DownstreamCall.objects.create(key=key, name="bank", token=key.seed and "0" * 32, result={"card": "result-of-the-bank"})
+    DownstreamCall.objects.create(
+        key=key, name="bank", token=key.seed and "0" * 32, result={"card": "result-of-the-bank"}
+    )
     for words in (("list",), ("list", "--json"), ("show", key.pk), ("show", key.pk, "--json")):
         run(*words)
         said = capsys.readouterr().out
         assert str(key.pk) in said
-        assert not [word for word in ("-of-the-client", "answer-to", "result-of", bytes(key.seed).hex()) if word in said]
+        assert not [
+            word
+            for word in ("-of-the-client", "answer-to", "result-of", bytes(key.seed).hex())
+            if word in said
+        ]
 
 
 def test_show_names_the_calls_of_a_key(capsys: Any) -> None:
@@ -98,26 +109,54 @@ def test_an_answer_is_what_each_retry_gets(serve: Any, sender: Sender, capsys: A
     def fail() -> None:
         raise OSError("The supplier is down")
 
-    serve(view=two_phases(lambda request: Entry.objects.create(name="ordered"), lambda request: None, call=fail))
+    serve(
+        view=two_phases(
+            lambda request: Entry.objects.create(name="ordered"), lambda request: None, call=fail
+        )
+    )
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
-    run("answer", key.pk, "--status", 422, "--body", '{"sold": "out"}', "--by", "ann", "--note", "T-7", "--yes")
+    run(
+        "answer",
+        key.pk,
+        "--status",
+        422,
+        "--body",
+        '{"sold": "out"}',
+        "--by",
+        "ann",
+        "--note",
+        "T-7",
+        "--yes",
+    )
     assert capsys.readouterr().out == "idempotency_keys: 1 answered\n"
     retry = sender.send()
-    assert (retry.status_code, retry.json(), retry["Content-Type"]) == (422, {"sold": "out"}, "application/json")
+    assert (retry.status_code, retry.json(), retry["Content-Type"]) == (
+        422,
+        {"sold": "out"},
+        "application/json",
+    )
     key.refresh_from_db()
     assert "ann" in json.dumps(key.history)
     assert "T-7" in json.dumps(key.history)
 
 
-def test_a_request_is_completed_in_the_process_of_the_command(serve: Any, sender: Sender, capsys: Any) -> None:
+def test_a_request_is_completed_in_the_process_of_the_command(
+    serve: Any, sender: Sender, capsys: Any
+) -> None:
     outcomes = [OSError("The supplier is down")]
 
     def call() -> None:
         if outcomes:
             raise outcomes.pop()
 
-    serve(view=two_phases(lambda request: Entry.objects.create(name="ordered"), lambda request: HttpResponse("ok"), call=call))
+    serve(
+        view=two_phases(
+            lambda request: Entry.objects.create(name="ordered"),
+            lambda request: HttpResponse("ok"),
+            call=call,
+        )
+    )
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
     run("complete", key.pk, "--yes")
@@ -133,8 +172,14 @@ def test_a_request_is_completed_in_the_process_of_the_command(serve: Any, sender
         ("acknowledge", {"stuck_code": "view_gave_up"}),
     ],
 )
-def test_each_action_changes_what_the_button_changes(action: str, changed: dict[str, Any], capsys: Any) -> None:
-    key = stuck() if action != "release" else IdempotencyKeyFactory(claim_token="0" * 32, locked_until=lock_end())
+def test_each_action_changes_what_the_button_changes(
+    action: str, changed: dict[str, Any], capsys: Any
+) -> None:
+    key = (
+        stuck()
+        if action != "release"
+        else IdempotencyKeyFactory(claim_token="0" * 32, locked_until=lock_end())
+    )
     run(action, key.pk, "--yes")
     key.refresh_from_db()
     assert {name: getattr(key, name) for name in changed} == changed
@@ -184,7 +229,9 @@ def test_it_asks_on_a_terminal_before_it_acts(typed: bytes, left: int) -> None:
     stuck()
     leader, terminal = pty.openpty()
     command = [sys.executable, "-m", "django", "idempotency_keys", "acknowledge", "--all"]
-    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, env=environment()) as process:
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=subprocess.PIPE, env=environment()
+    ) as process:
         os.write(leader, typed)
         process.communicate(timeout=60)
     os.close(leader)
@@ -196,8 +243,19 @@ def test_it_asks_on_a_terminal_before_it_acts(typed: bytes, left: int) -> None:
 def test_a_call_that_begins_while_it_asks_prevents_an_answer() -> None:
     key = stuck()
     leader, terminal = pty.openpty()
-    command = [sys.executable, "-m", "django", "idempotency_keys", "answer", str(key.pk), "--status", "422"]
-    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, env=environment()) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "django",
+        "idempotency_keys",
+        "answer",
+        str(key.pk),
+        "--status",
+        "422",
+    ]
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=subprocess.PIPE, env=environment()
+    ) as process:
         assert process.stdout is not None
         asked = b""
         while not asked.endswith(b"[y/N] ") and (read := process.stdout.read(1)):

@@ -1,4 +1,5 @@
-"""Work that is killed before or after any statement: it takes effect once, or its key is stuck for manual review."""
+"""Work that is killed before or after any statement: it takes effect once, or its key is stuck for
+manual review."""
 
 import os
 import signal
@@ -31,7 +32,8 @@ from tests.models import Entry
 pytestmark = [pytest.mark.postgres, pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
 
-#: Where the world outside the database is written down: what is there, was done, whoever died of it.
+#: Where the world outside the database is written down: what is there, was done, whoever died of
+#: it.
 WORLD = "TEST_WORLD"
 
 
@@ -55,7 +57,9 @@ def refund(key: IdempotencyKey) -> HttpResponseBase:
     return JsonResponse({"refunded": True}, status=410)
 
 
-@idempotent(recovery_points=["begun", "texted"], scope=lambda request: "account:1", on_abandon=refund)
+@idempotent(
+    recovery_points=["begun", "texted"], scope=lambda request: "account:1", on_abandon=refund
+)
 def texting(request: HttpRequest) -> HttpResponseBase:
     """Write an entry, text through a service that knows no keys, write another one."""
     key = request.idempotency_key
@@ -80,7 +84,9 @@ def texting(request: HttpRequest) -> HttpResponseBase:
 
 def send_text(name: str) -> Any:
     """Send the request of this name to the view above; return its answer."""
-    return Client().post("/", {}, content_type="application/json", headers={"Idempotency-Key": name})
+    return Client().post(
+        "/", {}, content_type="application/json", headers={"Idempotency-Key": name}
+    )
 
 
 def serve_texting(settings: Any) -> None:
@@ -89,11 +95,16 @@ def serve_texting(settings: Any) -> None:
 
 
 def die_in() -> None:
-    """Fork a child for each line ``WORK NAME NUMBER``, which is killed at its NUMBERth point before or after a statement."""
+    """Fork a child for each line ``WORK NAME NUMBER``, which is killed at its NUMBERth point before
+    or after a statement."""
     from tests.conformance.dying import _die_at
 
     serve_texting(settings_of_django)
-    works = {"deliver": deliver, "text": send_text, "settle": lambda pk: settle(int(pk), using="default")}
+    works = {
+        "deliver": deliver,
+        "text": send_text,
+        "settle": lambda pk: settle(int(pk), using="default"),
+    }
     for line in sys.stdin:
         work, name, number = line.split()
         if not (child := os.fork()):
@@ -107,11 +118,15 @@ def die_in() -> None:
 
 @pytest.fixture
 def killed(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that does a work in a process that is killed at its n-th point; False when it has no such point."""
+    """Return a function that does a work in a process that is killed at its n-th point; False when
+    it has no such point."""
     monkeypatch.setenv(WORLD, str(tmp_path / "world"))
     (tmp_path / "world").touch()
     serve_texting(settings)
-    code = "import django; django.setup(); from tests.processes.test_killed_at_any_point import die_in; die_in()"
+    code = (
+        "import django; django.setup(); from tests.processes.test_killed_at_any_point import"
+        " die_in; die_in()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code],
         env=commands.environment(),
@@ -144,7 +159,11 @@ def unless_refused(work: Callable[[], Any]) -> Any:
             done = work()
         except MessageInProgress:
             return None
-        return None if getattr(done, "status_code", 0) == 409 and done.json()["code"] == "key_in_use" else [done]
+        return (
+            None
+            if getattr(done, "status_code", 0) == 409 and done.json()["code"] == "key_in_use"
+            else [done]
+        )
 
     return eventually(attempt)[0]
 
@@ -170,10 +189,14 @@ def test_a_run_that_is_killed_at_any_point_calls_once_or_a_person_hears_of_it(ki
         number += 1
     assert number > 15
     assert ends == {(200, 1), ("key_stuck", 0), ("key_stuck", 1)}
-    assert {key.stuck_code for key in IdempotencyKey.objects.exclude(stuck_at=None)} == {"call_in_doubt"}
+    assert {key.stuck_code for key in IdempotencyKey.objects.exclude(stuck_at=None)} == {
+        "call_in_doubt"
+    }
 
 
-def test_an_on_abandon_that_is_killed_at_any_point_runs_once_or_a_person_hears_of_it(killed: Any) -> None:
+def test_an_on_abandon_that_is_killed_at_any_point_runs_once_or_a_person_hears_of_it(
+    killed: Any,
+) -> None:
     number, ends = 1, set()
     while True:
         name = f"a{number}"

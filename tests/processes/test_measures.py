@@ -1,4 +1,5 @@
-"""The measurements: the dashboard, the doctor and the metrics tell the same numbers of the same rows."""
+"""The measurements: the dashboard, the doctor and the metrics tell the same numbers of the same
+rows."""
 
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,9 @@ def fill() -> None:
     IdempotencyKeyFactory(**stuck("refused_when_rebuilt"))
     IdempotencyKeyFactory.create_batch(3, **stuck(), acknowledged_at=timezone.now())
     # A retry of the client runs this one after a deploy: nobody needs to look.
-    IdempotencyKeyFactory(**stuck("unknown_recovery_point"), locked_until=lock_end(), claim_token=uuid4())
+    IdempotencyKeyFactory(
+        **stuck("unknown_recovery_point"), locked_until=lock_end(), claim_token=uuid4()
+    )
     IdempotencyKeyFactory.create_batch(4, **OLD)
     IdempotencyKeyFactory()
     IdempotencyKeyFactory(finished=True, **OLD)
@@ -46,7 +49,11 @@ def fill() -> None:
 
 def of_the_metrics() -> dict[str, Any]:
     samples = [sample for family in DatabaseCollector().collect() for sample in family.samples]
-    value = {sample.name.removeprefix("idempotency_"): sample.value for sample in samples if not sample.labels}
+    value = {
+        sample.name.removeprefix("idempotency_"): sample.value
+        for sample in samples
+        if not sample.labels
+    }
     by_code = {sample.labels["code"]: sample.value for sample in samples if "code" in sample.labels}
     lags = {sample.labels["name"]: sample.value for sample in samples if "name" in sample.labels}
     return {
@@ -57,7 +64,10 @@ def of_the_metrics() -> dict[str, Any]:
 
 def of_the_doctor() -> dict[str, Any]:
     found = diagnose()
-    told, silent = found.measured, [finding.seen for finding in found.findings if finding.code == "process_silent"]
+    told, silent = (
+        found.measured,
+        [finding.seen for finding in found.findings if finding.code == "process_silent"],
+    )
     return {
         "unfinished": told["keys_unfinished"], "stuck": told["keys_stuck"], "due": told["jobs_due"],
         "failed": told["jobs_failed"], "silent": {seen.split()[3] for seen in silent},
@@ -91,18 +101,29 @@ def test_a_rebuilt_request_that_is_refused_is_stuck_and_pages_nobody() -> None:
 
 
 def test_acknowledged_keys_which_stay_for_ever_hide_no_younger_one() -> None:
-    IdempotencyKeyFactory.create_batch(3, **stuck() | {"created_at": ago(days=9)}, acknowledged_at=timezone.now())
+    IdempotencyKeyFactory.create_batch(
+        3, **stuck() | {"created_at": ago(days=9)}, acknowledged_at=timezone.now()
+    )
     IdempotencyKeyFactory(**stuck())
     IdempotencyKeyFactory(**OLD)
     keys = measures.unfinished_keys(IdempotencyKey.objects.all(), limit=2)
-    assert (keys.count, keys.by_state["acknowledged"], keys.by_state["stuck"], keys.by_state["abandoned"]) == (2, 2, 1, 1)
+    assert (
+        keys.count,
+        keys.by_state["acknowledged"],
+        keys.by_state["stuck"],
+        keys.by_state["abandoned"],
+    ) == (2, 2, 1, 1)
     assert keys.completer_lag > 60
 
 
 @pytest.mark.parametrize("kind", ["refused when rebuilt", "waiting"])
 def test_older_keys_that_need_nobody_hide_no_stuck_one(kind: str) -> None:
     older: dict[str, Any] = {"created_at": ago(days=2)}
-    older |= stuck("refused_when_rebuilt") if kind != "waiting" else {"next_run_at": timezone.now() + timedelta(hours=1)}
+    older |= (
+        stuck("refused_when_rebuilt")
+        if kind != "waiting"
+        else {"next_run_at": timezone.now() + timedelta(hours=1)}
+    )
     IdempotencyKeyFactory.create_batch(3, **older | {"created_at": ago(days=2)})
     IdempotencyKeyFactory(**stuck())
     IdempotencyKeyFactory(**OLD)
@@ -111,7 +132,8 @@ def test_older_keys_that_need_nobody_hide_no_stuck_one(kind: str) -> None:
     assert keys.stuck_for > 0
     assert keys.completer_lag > 60
     assert "call_in_doubt" in {
-        group.cause for group in error_groups.groups_of_stuck_keys(IdempotencyKey.objects.all(), limit=2)
+        group.cause
+        for group in error_groups.groups_of_stuck_keys(IdempotencyKey.objects.all(), limit=2)
     }
 
 

@@ -63,14 +63,20 @@ def pay(request: Any, account: Any = None) -> Any:
 
 @pytest.fixture(autouse=True)
 def shop(settings: Settings) -> None:
-    urls = [path("pay/", pay), path("accounts/<account_of_test:account>/pay/", pay), path("", include("rides_demo.urls"))]
+    urls = [
+        path("pay/", pay),
+        path("accounts/<account_of_test:account>/pay/", pay),
+        path("", include("rides_demo.urls")),
+    ]
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": urls})
 
 
 def left_key(request_path: str, **values: Any) -> Any:
     user = UserFactory()
     times = {"created_at": ago(hours=100), "last_run_at": ago(hours=99)} | values
-    return IdempotencyKeyFactory(request_path=request_path, user=user, scope=f"user:{user.pk}", **times)
+    return IdempotencyKeyFactory(
+        request_path=request_path, user=user, scope=f"user:{user.pk}", **times
+    )
 
 
 def test_the_reaper_settles_and_deletes_the_others() -> None:
@@ -92,7 +98,10 @@ def test_the_reaper_waits_for_a_converter_that_fails(account: str) -> None:
 
 @pytest.mark.parametrize("account", ["4711", "0"])
 def test_the_completer_gives_the_key_up_and_runs_the_others(account: str) -> None:
-    gone, good = left_key(f"/accounts/{account}/pay/", completer_attempts=25, attempts=25), left_key("/pay/")
+    gone, good = (
+        left_key(f"/accounts/{account}/pay/", completer_attempts=25, attempts=25),
+        left_key("/pay/"),
+    )
     complete_once()
     assert IdempotencyKey.objects.stuck().get().pk == gone.pk
     assert IdempotencyKey.objects.finished().get().pk == good.pk
@@ -102,18 +111,28 @@ def test_the_admin_shows_it() -> None:
     gone = left_key("/accounts/4711/pay/")
     client = Client()
     client.force_login(UserFactory(is_staff=True, is_superuser=True))
-    assert [client.get(page).status_code for page in (KEYS, f"{KEYS}{gone.pk}/change/")] == [200, 200]
+    assert [client.get(page).status_code for page in (KEYS, f"{KEYS}{gone.pk}/change/")] == [
+        200,
+        200,
+    ]
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"completer_attempts": 25, "attempts": 25},
-        {"stuck_at": ago(hours=98), "stuck_code": "unknown_recovery_point", "stuck_reason": "x", "recovery_point": "gone"},
+        {
+            "stuck_at": ago(hours=98),
+            "stuck_code": "unknown_recovery_point",
+            "stuck_reason": "x",
+            "recovery_point": "gone",
+        },
     ],
     ids=["after its last attempt", "at an unknown recovery point"],
 )
-def test_the_completer_runs_the_others_although_the_query_of_a_converter_fails(values: dict[str, Any]) -> None:
+def test_the_completer_runs_the_others_although_the_query_of_a_converter_fails(
+    values: dict[str, Any],
+) -> None:
     left_key("/accounts/1/pay/", **values)
     left_key("/pay/", created_at=ago(hours=99), last_run_at=ago(hours=98))
     complete_once()

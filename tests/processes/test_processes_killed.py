@@ -1,4 +1,5 @@
-"""Real processes that die, and services that go away: nothing is lost or takes effect twice, everything comes to an end."""
+"""Real processes that die, and services that go away: nothing is lost or takes effect twice,
+everything comes to an end."""
 
 import re
 import sys
@@ -31,7 +32,9 @@ COMMANDS = {
     "enqueuer": "enqueue_jobs --loop --interval 0.1 --batch-size 25",
     "completer": "complete_keys --loop --interval 0.2 --batch-size 20 --concurrency 3",
     "reaper": "reap_keys --loop --interval 0.2 --batch-size 2",
-    "all three": "idempotency_worker --enqueue-interval 0.1 --complete-interval 0.1 --reap-interval 0.1",
+    "all three": (
+        "idempotency_worker --enqueue-interval 0.1 --complete-interval 0.1 --reap-interval 0.1"
+    ),
 }
 LOOPS = ["complete_keys", "enqueue_jobs", "reap_keys"]
 KILLS = 24
@@ -40,16 +43,27 @@ END_SECONDS = 1200
 
 
 class Processes:
-    """Some of the commands, each in a process of its own that is started again when it ends, as systemd does."""
+    """Some of the commands, each in a process of its own that is started again when it ends, as
+    systemd does."""
 
     def __init__(self, stack, folder, queue, *names, **changes):
         given = environment(DJANGO_SETTINGS_MODULE=SETTINGS, TEST_BACKEND=queue.backend, **changes)
         self.by_name = {name: self._start(stack, folder, name, queue, given) for name in names}
 
     def _start(self, stack, folder, name, queue, given):
-        command = queue.worker if name == "worker" else [sys.executable, "-m", "django", *COMMANDS[name].split()]
+        command = (
+            queue.worker
+            if name == "worker"
+            else [sys.executable, "-m", "django", *COMMANDS[name].split()]
+        )
         return stack.enter_context(
-            Process(name, command, environment=given, folder=settings.BASE_DIR, output=folder / f"{name}.log")
+            Process(
+                name,
+                command,
+                environment=given,
+                folder=settings.BASE_DIR,
+                output=folder / f"{name}.log",
+            )
         )
 
     def kill(self, name):
@@ -74,7 +88,8 @@ def stage(names):
 
 
 def abandon(count):
-    """Leave ``count`` keys as clients do that went away; one in ten is so old that the reaper wants it as well."""
+    """Leave ``count`` keys as clients do that went away; one in ten is so old that the reaper wants
+    it as well."""
     user = UserFactory()
     IdempotencyKey.objects.bulk_create(
         IdempotencyKeyFactory.build(
@@ -109,7 +124,8 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
     unfinished = keys.unfinished().filter(stuck_at=None)
 
     def left():
-        # A job that a queue may lose is offered again after waits that double; this test does not wait for the long ones.
+        # A job that a queue may lose is offered again after waits that double; this test does not
+        # wait for the long ones.
         StagedJob.objects.filter(run_at__gt=ago(seconds=-15)).update(run_at=ago(seconds=-15))
         return {
             "staged": StagedJob.objects.count(),
@@ -125,7 +141,8 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
             threading.Event().wait(drawn.uniform(0.1, 1.5))
             processes.kill(drawn.choice(list(processes.by_name)))
         try:
-            # However slow the machine, as long as something moves: what comes twice has no effect, but takes its time.
+            # However slow the machine, as long as something moves: what comes twice has no effect,
+            # but takes its time.
             end = time.monotonic() + END_SECONDS
             while any((before := left()).values()):
                 processes.until(lambda before=before: left() != before, 90)
@@ -133,24 +150,33 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
         except AssertionError:
             pytest.fail(f"What is left: {left()}, with {len(entries())} effects")
 
-    finished = {int(path.rpartition("/")[2]) for path in keys.finished().values_list("request_path", flat=True)}
+    finished = {
+        int(path.rpartition("/")[2])
+        for path in keys.finished().values_list("request_path", flat=True)
+    }
     stuck = dict(keys.stuck().values_list("request_path", "stuck_code"))
     assert len(finished) + len(stuck) == KEYS
     # The reaper may have been the first at the old ones.
-    assert {code for path, code in stuck.items() if int(path.rpartition("/")[2]) % HOPELESS} <= {"retention_passed"}
+    assert {code for path, code in stuck.items() if int(path.rpartition("/")[2]) % HOPELESS} <= {
+        "retention_passed"
+    }
     assert not [number for number in finished if number % HOPELESS == 0]
 
     done = entries()
     assert set(done.values()) == {1}, "nothing took effect twice"
     assert {name for name in done if name.startswith("job ") and "of" not in name} == set(names)
     for effect in ("second phase", "job"):
-        assert {name for name in done if name.startswith(f"{effect} of ")} == {f"{effect} of {number}" for number in finished}
+        assert {name for name in done if name.startswith(f"{effect} of ")} == {
+            f"{effect} of {number}" for number in finished
+        }
     assert {f"first phase of {number}" for number in finished} <= set(done)
     assert queue.given_up(broker) == 0
 
 
 @pytest.mark.parametrize("queue", [Rq, Celery], indirect=True)
-def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(queue, short_folder, tmp_path):
+def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(
+    queue, short_folder, tmp_path
+):
     """Django Tasks have no broker but the database, which the next test takes away."""
     names = [f"job {number}" for number in range(300)]
     with Redis(short_folder / "redis") as server, ExitStack() as stack:
@@ -165,20 +191,35 @@ def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(queue, sh
         assert StagedJob.objects.filter(refusals=0, failed_at=None).count() >= 100
         server.start()
         with redis.Redis.from_url(server.url) as connection:
-            done = lambda: not StagedJob.objects.exists() and not queue.left(connection) and len(entries()) == 300  # noqa: E731
+            done = lambda: (
+                not StagedJob.objects.exists()
+                and not queue.left(connection)
+                and len(entries()) == 300
+            )  # noqa: E731
             processes.until(done, 120)
             assert queue.given_up(connection) == 0
         processes.by_name["enqueuer"].stop()
-        assert [log.read_text().count(words) for words in (FAILING, RECOVERED, "Traceback")] == [1, 1, 0]
+        assert [log.read_text().count(words) for words in (FAILING, RECOVERED, "Traceback")] == [
+            1,
+            1,
+            0,
+        ]
     assert entries() == Counter(names)
 
 
 @pytest.fixture
 def own_postgres(short_folder):
-    """Return a PostgreSQL that may be restarted: the default database of this test and of its processes."""
+    """Return a PostgreSQL that may be restarted: the default database of this test and of its
+    processes."""
     with Postgres(short_folder / "postgres") as server, pytest.MonkeyPatch.context() as patch:
         connection.close()
-        its_own = {"NAME": "rides", "HOST": str(server.sockets), "PORT": "", "USER": "postgres", "PASSWORD": ""}
+        its_own = {
+            "NAME": "rides",
+            "HOST": str(server.sockets),
+            "PORT": "",
+            "USER": "postgres",
+            "PASSWORD": "",
+        }
         for name, value in its_own.items():
             patch.setitem(connection.settings_dict, name, value)
         done = run("migrate", "--verbosity", "0")

@@ -1,4 +1,5 @@
-"""Metrics: what is counted is what happened, a scrape is cheap, and the alert rules of the docs name what exists."""
+"""Metrics: what is counted is what happened, a scrape is cheap, and the alert rules of the docs
+name what exists."""
 
 import re
 from collections import Counter
@@ -30,7 +31,9 @@ from tests.kit.threads import Gate, background
 from tests.kit.views import Counted, create, phased, plain, two_phases
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "metrics-and-alerts.md").read_text()
-RULES = yaml.safe_load(re.search(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S).group(1))["groups"][0]["rules"]
+RULES = yaml.safe_load(re.search(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S).group(1))["groups"][0][
+    "rules"
+]
 
 Serve = Callable[..., None]
 
@@ -46,23 +49,35 @@ def counted() -> dict[tuple[str, str], float]:
 def outcomes() -> Callable[[], dict[tuple[str, str], float]]:
     """Return a function that returns what has been counted since the beginning of the test."""
     before = counted()
-    return lambda: {name: more for name, now in counted().items() if (more := now - before.get(name, 0))}
+    return lambda: {
+        name: more for name, now in counted().items() if (more := now - before.get(name, 0))
+    }
 
 
 def timed() -> dict[str, float]:
     """Return how many phases were timed, by recovery point."""
     [family] = PHASE_SECONDS.collect()
-    return {sample.labels["recovery_point"]: sample.value for sample in family.samples if sample.name.endswith("_count")}
+    return {
+        sample.labels["recovery_point"]: sample.value
+        for sample in family.samples
+        if sample.name.endswith("_count")
+    }
 
 
 def scraped() -> dict[str, float]:
     """Return what a scrape of the collector says, by name and labels."""
     families = list(DatabaseCollector().collect())
-    return {" ".join([sample.name, *sample.labels.values()]): sample.value for family in families for sample in family.samples}
+    return {
+        " ".join([sample.name, *sample.labels.values()]): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 @pytest.mark.parametrize("kind", [plain, phased])
-def test_a_request_and_its_replay_are_counted(kind: Any, serve: Serve, sender: Sender, outcomes: Any) -> None:
+def test_a_request_and_its_replay_are_counted(
+    kind: Any, serve: Serve, sender: Sender, outcomes: Any
+) -> None:
     serve(view=kind(Counted()))
     sender.send()
     assert outcomes() == {("claimed", ""): 1, ("finished", ""): 1}
@@ -70,7 +85,9 @@ def test_a_request_and_its_replay_are_counted(kind: Any, serve: Serve, sender: S
     assert outcomes() == {("claimed", ""): 1, ("finished", ""): 1, ("replayed", ""): 1}
 
 
-def test_a_conflict_is_counted_by_the_code_of_its_answer(serve: Serve, sender: Sender, outcomes: Any) -> None:
+def test_a_conflict_is_counted_by_the_code_of_its_answer(
+    serve: Serve, sender: Sender, outcomes: Any
+) -> None:
     serve(view=plain(Counted()), stuck=two_phases(lambda request: None, stuck))
     assert [sender.send(body=body).status_code for body in (1, 2)] == [201, 422]
     assert outcomes()["conflict", "key_reused"] == 1
@@ -110,7 +127,9 @@ def stuck(request: Any) -> Any:
     raise KeyStuck("Stripe says nothing.")
 
 
-def test_a_key_that_becomes_stuck_is_counted_by_its_code(serve: Serve, sender: Sender, outcomes: Any) -> None:
+def test_a_key_that_becomes_stuck_is_counted_by_its_code(
+    serve: Serve, sender: Sender, outcomes: Any
+) -> None:
     serve(view=two_phases(lambda request: None, stuck))
     assert sender.send().status_code == 409
     code = IdempotencyKey.objects.get().stuck_code
@@ -144,7 +163,12 @@ def test_phases_of_an_async_view_are_timed_too(serve: Serve, sender: Sender) -> 
 
 def test_the_time_of_a_phase_holds_the_call_before_it(serve: Serve, sender: Sender) -> None:
     def spent() -> float:
-        return REGISTRY.get_sample_value("idempotency_phase_seconds_sum", {"recovery_point": "between"}) or 0
+        return (
+            REGISTRY.get_sample_value(
+                "idempotency_phase_seconds_sum", {"recovery_point": "between"}
+            )
+            or 0
+        )
 
     before, gate = spent(), Gate()
     serve(view=two_phases(lambda request: None, create, call=gate.wait_here))
@@ -158,7 +182,9 @@ def test_the_time_of_a_phase_holds_the_call_before_it(serve: Serve, sender: Send
     assert spent() - before > waited.total_seconds() / 2
 
 
-def test_a_run_of_the_completer_is_counted_and_timed(serve: Serve, sender: Sender, outcomes: Any) -> None:
+def test_a_run_of_the_completer_is_counted_and_timed(
+    serve: Serve, sender: Sender, outcomes: Any
+) -> None:
     calls = []
 
     def call() -> None:
@@ -190,7 +216,12 @@ def test_a_scrape_says_what_the_tables_hold() -> None:
 
     IdempotencyKeyFactory(finished=True, created_at=ago(days=1))
     IdempotencyKeyFactory(created_at=ago(minutes=10))
-    trouble = {"stuck_at": ago(minutes=1), "stuck_code": "call_in_doubt", "stuck_reason": "x", "created_at": ago(hours=5)}
+    trouble = {
+        "stuck_at": ago(minutes=1),
+        "stuck_code": "call_in_doubt",
+        "stuck_reason": "x",
+        "created_at": ago(hours=5),
+    }
     IdempotencyKeyFactory(**trouble)
     IdempotencyKeyFactory(**trouble, acknowledged_at=timezone.now())
     StagedJobFactory(run_at=ago(minutes=2))
@@ -199,7 +230,9 @@ def test_a_scrape_says_what_the_tables_hold() -> None:
     ProcessHeartbeat.objects.create(name="reap_keys", host="a", pid=1, beat_at=ago(minutes=9))
     ProcessHeartbeat.objects.create(name="reap_keys", host="b", pid=1, beat_at=ago(seconds=90))
     # What is told in seconds has grown since the rows were made.
-    assert {name: value // 60 * 60 if "seconds" in name else value for name, value in scraped().items()} == {
+    assert {
+        name: value // 60 * 60 if "seconds" in name else value for name, value in scraped().items()
+    } == {
         "idempotency_database_up": 1,
         "idempotency_unfinished_keys": 3,
         "idempotency_stuck_keys call_in_doubt": 1,
@@ -225,7 +258,9 @@ def test_a_scrape_costs_the_same_for_many_rows_and_writes_nothing() -> None:
 
 
 @pytest.mark.postgres
-def test_a_database_that_is_away_leaves_the_scrape_standing(monkeypatch: pytest.MonkeyPatch, django_db_blocker: Any) -> None:
+def test_a_database_that_is_away_leaves_the_scrape_standing(
+    monkeypatch: pytest.MonkeyPatch, django_db_blocker: Any
+) -> None:
     nowhere = {**connection.settings_dict, "HOST": "127.0.0.1", "PORT": "1"}
     monkeypatch.setitem(connections.settings, "nowhere", nowhere)
     with django_db_blocker.unblock():
@@ -257,7 +292,11 @@ def test_every_metric_of_the_alert_rules_exists() -> None:
     ProcessHeartbeat.objects.create(name="reap_keys", host="a", pid=1)
     PHASE_SECONDS.labels("started")
     families = [*registry.collect(), *OUTCOMES.collect(), *PHASE_SECONDS.collect()]
-    labels = {sample.name: sample.labels.keys() | {"le"} for family in families for sample in family.samples}
+    labels = {
+        sample.name: sample.labels.keys() | {"le"}
+        for family in families
+        for sample in family.samples
+    }
     named = {name for rule in RULES for name in re.findall(r"\bidempotency_\w+", rule["expr"])}
     assert len(named) >= 8
     assert named <= labels.keys()
@@ -268,7 +307,9 @@ def test_every_metric_of_the_alert_rules_exists() -> None:
             [name] = re.findall(r"\bidempotency_\w+", rule["expr"])
             assert set(by.split(", ")) <= labels[name]
     documented = set(re.findall(r"^\| `(idempotency_\w+)", PAGE, re.M))
-    assert documented == {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    assert documented == {
+        family.name + ("_total" if family.type == "counter" else "") for family in families
+    }
 
 
 def test_every_rule_says_what_to_do_and_what_it_waits_for_is_there_from_the_start() -> None:

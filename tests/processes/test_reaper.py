@@ -1,4 +1,5 @@
-"""The reaper: what has expired goes, what never finished is handed to a person, everything else stays."""
+"""The reaper: what has expired goes, what never finished is handed to a person, everything else
+stays."""
 
 import io
 from asyncio import CancelledError
@@ -67,7 +68,9 @@ def test_a_younger_key_stays():
     assert IdempotencyKey.objects.count() == 2
 
 
-def test_a_key_stays_until_it_expires_and_is_counted_if_it_stays_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_stays_until_it_expires_and_is_counted_if_it_stays_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(measures, "COUNT_LIMIT", 3)
     refused = {"refused_at": ago(hours=73), "created_at": ago(hours=74)}
     for hours in (24, 100):
@@ -92,7 +95,9 @@ def test_a_changed_retention_applies_to_later_keys(settings: Settings) -> None:
 
 
 def test_a_key_without_an_end_of_its_retention_stays() -> None:
-    IdempotencyKeyFactory(finished=True, retention_hours=None, expires_at=None, finished_at=ago(days=9999))
+    IdempotencyKeyFactory(
+        finished=True, retention_hours=None, expires_at=None, finished_at=ago(days=9999)
+    )
     assert reap_once() == ReapPass()
 
 
@@ -109,13 +114,19 @@ def test_the_reaper_reads_an_index() -> None:
     expired_keys(3)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE idempotency_idempotencykey")
-    plan = IdempotencyKey.objects.expired().order_by("expires_at", "pk").values_list("pk")[:100].explain()
+    plan = (
+        IdempotencyKey.objects.expired()
+        .order_by("expires_at", "pk")
+        .values_list("pk")[:100]
+        .explain()
+    )
     assert "idempotency_key_expires" in plan
     assert "Seq Scan" not in plan
 
 
 def test_overdue_keys_come_first():
-    """Their clients wait; and a statement that the database refuses must not keep them from being settled."""
+    """Their clients wait; and a statement that the database refuses must not keep them from being
+    settled."""
     expired_keys(2)
     IdempotencyKeyFactory(created_at=ago(hours=73))
     told = []
@@ -192,7 +203,9 @@ def test_a_key_that_a_receiver_protects_is_kept_and_stops_no_other(error, logged
     finally:
         pre_delete.disconnect(protect, sender=IdempotencyKey)
     assert set(IdempotencyKey.objects.values_list("pk", flat=True)) == protected
-    assert _warnings(caplog) == ([f"the key with the id {min(protected)} cannot be deleted: {logged}"] if logged else [])
+    assert _warnings(caplog) == (
+        [f"the key with the id {min(protected)} cannot be deleted: {logged}"] if logged else []
+    )
     assert ("in protect" in caplog.text) == bool(logged), "the log names the line of the receiver"
 
 
@@ -202,14 +215,17 @@ def test_a_key_that_a_receiver_protects_is_kept_and_stops_no_other(error, logged
         ("42501", 5, 16, (27, 5), 12),
         ("42501", 32, 16, (0, 32), 62),
         ("55P03", 1, 16, (31, 1), 5),
-        ("57014", 5, 16, (24, 8), 10),  # Of the keys 4 to 7, the first is refused, and all are kept.
+        # Of the keys 4 to 7, the first is refused, and all are kept.
+        ("57014", 5, 16, (24, 8), 10),
         ("57014", 3, 8, (29, 3), 9),  # The second batch is only too large.
         ("55P03", 32, 16, (0, 16), 11),  # The second batch is not attempted.
     ],
 )
-def test_no_error_of_single_keys_keeps_the_reaper_from_all_others(sqlstate, refused, most, counts, attempts, caplog):
-    """They are the oldest, which each pass meets first: an append-only ledger refuses them, or a table is locked for long. A
-    batch with more than ``most`` keys meets a time limit too."""
+def test_no_error_of_single_keys_keeps_the_reaper_from_all_others(
+    sqlstate, refused, most, counts, attempts, caplog
+):
+    """They are the oldest, which each pass meets first: an append-only ledger refuses them, or a
+    table is locked for long. A batch with more than ``most`` keys meets a time limit too."""
     keys = {key.pk for key in expired_keys(32)[:refused]}
     ProcessedMessage.objects.create(source="shop", message_id="1", processed_at=ago(days=31))
     seen = []
@@ -261,14 +277,18 @@ def test_a_key_that_a_trigger_protects_is_kept_and_stops_no_other(sqlstate, erro
     Entry.objects.create(name="ledger", idempotency_key=keys[2])
     with connection.cursor() as cursor:
         cursor.execute(
-            "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS "
-            f"$$ BEGIN RAISE EXCEPTION 'the ledger is append-only' USING ERRCODE = '{sqlstate}'; END $$; "
-            "CREATE TRIGGER refuse BEFORE UPDATE ON tests_entry FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()"
+            "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE"
+            f" EXCEPTION 'the ledger is append-only' USING ERRCODE = '{sqlstate}'; END $$; CREATE"
+            " TRIGGER refuse BEFORE UPDATE ON tests_entry FOR EACH ROW EXECUTE FUNCTION"
+            " pg_temp.refuse()"
         )
     assert reap_once() == ReapPass(deleted=4, protected=1)
     assert IdempotencyKey.objects.get() == keys[2]
     (told,) = _warnings(caplog)
-    assert told == f"the key with the id {keys[2].pk} cannot be deleted: {error}: the ledger is append-only …"
+    assert (
+        told == f"the key with the id {keys[2].pk} cannot be deleted: {error}: the ledger is"
+        " append-only …"
+    )
 
 
 def _warnings(caplog):
@@ -277,7 +297,8 @@ def _warnings(caplog):
 
 @pytest.mark.postgres
 def test_a_missing_column_of_another_table_ends_the_pass():
-    """Otherwise each key would count as protected, and nothing would be deleted without anybody being told."""
+    """Otherwise each key would count as protected, and nothing would be deleted without anybody
+    being told."""
     expired_keys(2)
     with connection.cursor() as cursor:
         cursor.execute("ALTER TABLE tests_entry RENAME idempotency_key_id TO renamed_by_a_deploy")
@@ -320,12 +341,11 @@ def test_a_constraint_that_only_the_database_knows_keeps_its_key():
     keys = expired_keys(5)
     with connection.cursor() as cursor:
         cursor.execute(
-            "CREATE TEMPORARY TABLE pinned (key_id bigint); "
-            "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            "IF EXISTS (SELECT 1 FROM pinned WHERE key_id = OLD.id) THEN RAISE foreign_key_violation; END IF; "
-            "RETURN NULL; END $$; "
-            "CREATE CONSTRAINT TRIGGER pinned AFTER DELETE ON idempotency_idempotencykey DEFERRABLE INITIALLY DEFERRED "
-            "FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()"
+            "CREATE TEMPORARY TABLE pinned (key_id bigint); CREATE FUNCTION pg_temp.refuse()"
+            " RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF EXISTS (SELECT 1 FROM pinned WHERE"
+            " key_id = OLD.id) THEN RAISE foreign_key_violation; END IF; RETURN NULL; END $$;"
+            " CREATE CONSTRAINT TRIGGER pinned AFTER DELETE ON idempotency_idempotencykey"
+            " DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()"
         )
         cursor.execute("INSERT INTO pinned VALUES (%s)", [keys[2].pk])
     assert reap_once() == ReapPass(deleted=4, protected=1)
@@ -335,7 +355,9 @@ def test_a_constraint_that_only_the_database_knows_keeps_its_key():
 @pytest.mark.django_db(transaction=True)
 def test_an_unfinished_key_past_the_retention_is_handed_to_a_person():
     # The demo's ride has an on_abandon; the view of this path has none.
-    key = IdempotencyKeyFactory(created_at=ago(hours=73), last_error="ConnectionError: no route", request_path="/healthz")
+    key = IdempotencyKeyFactory(
+        created_at=ago(hours=73), last_error="ConnectionError: no route", request_path="/healthz"
+    )
     IdempotencyKeyFactory(created_at=ago(hours=71))
     told = []
 
@@ -412,7 +434,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("out", "counts"), [(Terminal(), True), (io.StringIO(), False)], ids=["terminal", "log"])
+@pytest.mark.parametrize(
+    ("out", "counts"), [(Terminal(), True), (io.StringIO(), False)], ids=["terminal", "log"]
+)
 def test_the_reaper_counts_for_somebody_who_waits(out, counts):
     expired_key()
     call_command("reap_keys", stdout=out)

@@ -8,7 +8,13 @@ from urllib.parse import unquote
 
 import pytest
 from django.conf.urls.i18n import i18n_patterns
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse, RawPostDataException
+from django.http import (
+    HttpRequest,
+    HttpResponse,
+    HttpResponseBase,
+    JsonResponse,
+    RawPostDataException,
+)
 from django.urls import get_script_prefix, get_urlconf, path, set_script_prefix, set_urlconf
 from django.utils import timezone, translation
 from django.utils.decorators import method_decorator
@@ -46,7 +52,10 @@ def test_the_view_sees_the_host_that_its_client_saw_and_the_path_that_the_site_i
     script_name = mounted_at.encode().decode("latin-1")
     set_script_prefix(mounted_at)  # A server does, the client of the tests does not.
     try:
-        sender.send(headers={"Host": "app:8000", "X-Forwarded-Host": "rides.example"}, SCRIPT_NAME=script_name)
+        sender.send(
+            headers={"Host": "app:8000", "X-Forwarded-Host": "rides.example"},
+            SCRIPT_NAME=script_name,
+        )
     finally:
         set_script_prefix("/")
     abandon()
@@ -58,8 +67,12 @@ def test_the_view_sees_the_host_that_its_client_saw_and_the_path_that_the_site_i
     assert get_script_prefix() == "/"
 
 
-@pytest.mark.parametrize(("secure", "host"), [(True, "testserver:8443"), (True, "testserver"), (False, "testserver")])
-def test_the_view_sees_the_scheme_and_the_port_of_its_client(shop: Shop, sender: Sender, secure: bool, host: str) -> None:
+@pytest.mark.parametrize(
+    ("secure", "host"), [(True, "testserver:8443"), (True, "testserver"), (False, "testserver")]
+)
+def test_the_view_sees_the_scheme_and_the_port_of_its_client(
+    shop: Shop, sender: Sender, secure: bool, host: str
+) -> None:
     sender.send(headers={"Host": host}, secure=secure)
     abandon()
     complete_once()
@@ -76,7 +89,9 @@ def test_what_is_too_long_to_be_stored_is_cut(shop: Shop, sender: Sender, serve:
     assert (key.request_method, key.remote_addr) == ("M" * 20, "9" * 45)
 
 
-def test_a_form_that_was_read_as_a_stream_is_a_mistake_of_the_project(serve: Any, sender: Sender) -> None:
+def test_a_form_that_was_read_as_a_stream_is_a_mistake_of_the_project(
+    serve: Any, sender: Sender
+) -> None:
     """All such forms would be equal, and each would get the answer of the first."""
     protected = idempotent(lambda request: HttpResponse(status=201))
 
@@ -99,21 +114,32 @@ def test_a_view_that_checks_for_a_csrf_token_is_run(shop: Shop, sender: Sender, 
     assert complete_once() == CompletePass(finished=1)
 
 
-def test_a_user_model_without_activity_is_active(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_model_without_activity_is_active(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored_request, "get_user_model", lambda: Account)
     account = Account.objects.create(name="a user of another model")
     assert stored_request.sender_of(IdempotencyKeyFactory.build(user_id=account.pk)) == account
 
 
-def test_what_a_proxy_that_is_not_trusted_forwards_is_not_believed(shop: Shop, sender: Sender, settings: Settings) -> None:
+def test_what_a_proxy_that_is_not_trusted_forwards_is_not_believed(
+    shop: Shop, sender: Sender, settings: Settings
+) -> None:
     settings.ALLOWED_HOSTS = ["rides.example"]
-    forwarded = {"X-Forwarded-Host": "evil.example", "X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
+    forwarded = {
+        "X-Forwarded-Host": "evil.example",
+        "X-Forwarded-For": "192.0.2.7",
+        "X-Forwarded-Proto": "https",
+    }
     sender.send(headers={"Host": "rides.example", **forwarded})
     abandon()
     complete_once()
     by_client, by_completer = shop.seen
     assert by_completer == by_client
-    assert (by_completer["address"], by_completer["receipt"]) == ("127.0.0.1", "http://rides.example/view/")
+    assert (by_completer["address"], by_completer["receipt"]) == (
+        "127.0.0.1",
+        "http://rides.example/view/",
+    )
 
 
 def test_the_view_finds_addresses_in_the_urlconf_of_its_request(
@@ -183,23 +209,31 @@ def test_a_request_of_another_host_is_not_ended_by_a_view_of_this_one(
     assert ran == []
 
 
-def test_a_host_that_is_not_allowed_is_kept_as_it_came(sender: Sender, serve: Any, settings: Settings) -> None:
+def test_a_host_that_is_not_allowed_is_kept_as_it_came(
+    sender: Sender, serve: Any, settings: Settings
+) -> None:
     serve(view=idempotent(recovery_points=[])(lambda request: HttpResponse(status=503)))
     settings.ALLOWED_HOSTS = ["rides.example"]
-    settings.MIDDLEWARE = [name for name in settings.MIDDLEWARE if not name.endswith(".CommonMiddleware")]  # it refuses
+    # it refuses
+    settings.MIDDLEWARE = [
+        name for name in settings.MIDDLEWARE if not name.endswith(".CommonMiddleware")
+    ]
     sender.send(headers={"Host": "elsewhere.example"})
     assert IdempotencyKey.objects.get().request_headers["Host"] == "elsewhere.example"
 
 
 @pytest.fixture
 def in_two_languages(settings: Settings) -> Any:
-    """Return a function that puts views below i18n_patterns, as a site in English and German has them."""
+    """Return a function that puts views below i18n_patterns, as a site in English and German has
+    them."""
     settings.LANGUAGES = [("en", "English"), ("de", "German")]
     settings.LANGUAGE_CODE = "en"
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, "django.middleware.locale.LocaleMiddleware"]
 
     def put(view: Any, *, default_in_path: bool = True) -> None:
-        patterns = i18n_patterns(path("view/", view, name="view"), prefix_default_language=default_in_path)
+        patterns = i18n_patterns(
+            path("view/", view, name="view"), prefix_default_language=default_in_path
+        )
         settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
 
     yield put
@@ -227,7 +261,9 @@ def test_a_view_below_i18n_patterns_is_found_and_speaks_its_language(
 def test_a_client_is_spoken_to_in_the_language_that_a_middleware_chose(
     shop: Shop, sender: Sender, settings: Settings, in_two_languages: Any
 ) -> None:
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", shop.view, name="view")]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path("view/", shop.view, name="view")]}
+    )
     sender.send(headers={"Accept-Language": "de"})
     abandon()
     complete_once()
@@ -237,7 +273,9 @@ def test_a_client_is_spoken_to_in_the_language_that_a_middleware_chose(
 def test_a_path_that_looks_like_a_language_is_none_without_i18n_patterns(
     shop: Shop, sender: Sender, settings: Settings, in_two_languages: Any
 ) -> None:
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("de/view/", shop.view, name="view")]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path("de/view/", shop.view, name="view")]}
+    )
     sender.send("/de/view/", headers={"Accept-Language": "en"})
     abandon()
     complete_once()
@@ -290,7 +328,9 @@ def test_a_form_comes_back_as_it_was(shop: Shop, sender: Sender, content_type: s
         "name=%C3%A9",
     ],
 )
-def test_the_completer_sees_the_query_that_the_client_sent(query: str, serve: Any, sender: Sender) -> None:
+def test_the_completer_sees_the_query_that_the_client_sent(
+    query: str, serve: Any, sender: Sender
+) -> None:
     seen = []
 
     def second(request: HttpRequest) -> HttpResponse:
@@ -307,7 +347,9 @@ def test_the_completer_sees_the_query_that_the_client_sent(query: str, serve: An
 
 
 @pytest.mark.postgres
-def test_the_completer_runs_the_path_that_the_client_sent(sender: Sender, settings: Settings) -> None:
+def test_the_completer_runs_the_path_that_the_client_sent(
+    sender: Sender, settings: Settings
+) -> None:
     seen = []
 
     def view(request: HttpRequest, rest: str) -> HttpResponseBase:
@@ -329,7 +371,9 @@ def test_the_completer_runs_the_path_that_the_client_sent(sender: Sender, settin
 
 
 @pytest.mark.postgres
-def test_the_completer_finishes_what_a_method_of_a_class_has_begun(serve: Any, sender: Sender) -> None:
+def test_the_completer_finishes_what_a_method_of_a_class_has_begun(
+    serve: Any, sender: Sender
+) -> None:
     broken = [1]
 
     class Pay(ClassBasedView):

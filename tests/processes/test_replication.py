@@ -1,4 +1,5 @@
-"""CONFIRM_REPLICATED with standbys: one that does not exist, one that is cut off, and one that answers.
+"""CONFIRM_REPLICATED with standbys: one that does not exist, one that is cut off, and one that
+answers.
 
 The servers are copies of the tests' own server, so that they have its tables.
 """
@@ -58,8 +59,11 @@ def server(folder: Path, django_db_setup: None) -> Iterator[Standby]:
 
 
 @pytest.fixture
-def primary(server: Standby, transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
-    """Let the connections of the test go to the server of this module; it waits for no standby at the end."""
+def primary(
+    server: Standby, transactional_db: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Standby]:
+    """Let the connections of the test go to the server of this module; it waits for no standby at
+    the end."""
     connection.close()
     with monkeypatch.context() as patch:
         patch.setitem(connection.settings_dict, "HOST", str(server.sockets))
@@ -83,7 +87,8 @@ def client(primary: Standby) -> Sender:
 
 
 def wait_for(server: Standby, names: str) -> None:
-    """Let the commits of a server wait for the standbys with these names; ``nobody`` is none of them."""
+    """Let the commits of a server wait for the standbys with these names; ``nobody`` is none of
+    them."""
     server.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'")
     server.execute("SELECT pg_reload_conf()")
     if names == "*":
@@ -95,7 +100,9 @@ def wait_for(server: Standby, names: str) -> None:
 
 def a_commit_waits(server: Standby) -> bool:
     """Return whether a commit of nothing waits for a standby; its wait is cancelled."""
-    commit = in_background(lambda: server.execute("SELECT pg_logical_emit_message(true, 'test', '')"))
+    commit = in_background(
+        lambda: server.execute("SELECT pg_logical_emit_message(true, 'test', '')")
+    )
     eventually(lambda: commit.done() or waiting(server))
     waits = not commit.done()
     while not commit.done():
@@ -105,21 +112,29 @@ def a_commit_waits(server: Standby) -> bool:
 
 def waiting(server: Standby) -> list[int]:
     """Return the sessions whose commit waits for a standby."""
-    pids: list[int] = server.execute("SELECT array_agg(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'") or []
+    pids: list[int] = (
+        server.execute("SELECT array_agg(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")
+        or []
+    )
     return pids
 
 
 def cancel(server: Standby, end: str = "cancel") -> None:
     """Cancel the waits of all sessions, or ``terminate`` the sessions."""
-    server.execute(f"SELECT count(pg_{end}_backend(pid)) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")  # noqa: S608
+    server.execute(
+        f"SELECT count(pg_{end}_backend(pid)) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+    )  # noqa: S608
 
 
 def is_unconfirmed(answer: HttpResponse) -> bool:
-    return (answer.status_code, problem(answer)["code"]) == (503, "not_replicated") and int(answer["Retry-After"]) >= 1
+    return (answer.status_code, problem(answer)["code"]) == (503, "not_replicated") and int(
+        answer["Retry-After"]
+    ) >= 1
 
 
 class Held:
-    """Work that waits at a gate before it returns, so that the test can change what its COMMIT waits for."""
+    """Work that waits at a gate before it returns, so that the test can change what its COMMIT
+    waits for."""
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -130,8 +145,11 @@ class Held:
         return response
 
 
-def end_in_a_cancelled_wait(client: Sender, held: Held, primary: Standby, end: str = "cancel") -> HttpResponse:
-    """Send a request, cancel the wait of its last COMMIT, or ``terminate`` its session, and return its answer."""
+def end_in_a_cancelled_wait(
+    client: Sender, held: Held, primary: Standby, end: str = "cancel"
+) -> HttpResponse:
+    """Send a request, cancel the wait of its last COMMIT, or ``terminate`` its session, and return
+    its answer."""
     running = in_background(another_client(client).send)
     held.gate.wait_until_reached()
     wait_for(primary, "nobody")
@@ -183,14 +201,22 @@ def test_without_the_setting_a_cancelled_wait_passes_for_a_success(
     ],
 )
 def test_a_claim_whose_wait_was_cut_short_is_released(
-    end: str, confirm: bool, code: str, serve: Serve, client: Sender, primary: Standby, settings: Settings
+    end: str,
+    confirm: bool,
+    code: str,
+    serve: Serve,
+    client: Sender,
+    primary: Standby,
+    settings: Settings,
 ) -> None:
     settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": confirm}
     serve(view=two_phases(first := Counted(), lambda request: HttpResponse(status=201)))
     wait_for(primary, "nobody")
     running = in_background(another_client(client).send)
     eventually(lambda: waiting(primary))
-    primary.execute(f"SELECT pg_{end}_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")  # noqa: S608
+    primary.execute(
+        f"SELECT pg_{end}_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+    )  # noqa: S608
     answer = running.result(WAIT_SECONDS)
     assert (answer.status_code, problem(answer)["code"]) == (503, code)
     assert (IdempotencyKey.objects.in_flight().count(), first.runs) == (1, 0)
@@ -199,12 +225,16 @@ def test_a_claim_whose_wait_was_cut_short_is_released(
     assert client.send().status_code == 201
 
 
-def test_a_claim_of_the_completer_whose_wait_was_cut_short_is_released(client: Sender, primary: Standby) -> None:
+def test_a_claim_of_the_completer_whose_wait_was_cut_short_is_released(
+    client: Sender, primary: Standby
+) -> None:
     key = IdempotencyKeyFactory()
     wait_for(primary, "nobody")
     running = in_background(lambda: claim_by_id(key.pk, delay_seconds=60, using="default"))
     eventually(lambda: waiting(primary))
-    primary.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")
+    primary.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+    )
     with pytest.raises(OperationalError):
         running.result(WAIT_SECONDS)
     assert IdempotencyKey.objects.in_flight().exists()
@@ -238,7 +268,11 @@ def test_a_run_whose_last_commit_is_not_confirmed_is_released_where_it_is_lost(
 
 @pytest.mark.parametrize("outer", [nullcontext, transaction.atomic])
 def test_a_message_whose_commit_is_not_confirmed_is_delivered_again(
-    outer: Callable[[], AbstractContextManager[None]], client: Sender, primary: Standby, confirming: None, settings: Settings
+    outer: Callable[[], AbstractContextManager[None]],
+    client: Sender,
+    primary: Standby,
+    confirming: None,
+    settings: Settings,
 ) -> None:
     def deliver() -> bool:
         with outer(), process_once("stripe", "evt_1") as first:
@@ -268,7 +302,11 @@ def standby(primary: Standby, folder: Path) -> Iterator[Standby]:
 @contextmanager
 def cut_off(standby: Standby) -> Iterator[None]:
     """Let the standby receive nothing in the block."""
-    (receiver,) = [child for child in psutil.Process(standby.pid).children() if "walreceiver" in " ".join(child.cmdline())]
+    (receiver,) = [
+        child
+        for child in psutil.Process(standby.pid).children()
+        if "walreceiver" in " ".join(child.cmdline())
+    ]
     receiver.suspend()
     try:
         yield
@@ -276,18 +314,24 @@ def cut_off(standby: Standby) -> Iterator[None]:
         receiver.resume()
 
 
-def test_a_replay_needs_a_standby_that_answers(serve: Serve, client: Sender, standby: Standby, confirming: None) -> None:
+def test_a_replay_needs_a_standby_that_answers(
+    serve: Serve, client: Sender, standby: Standby, confirming: None
+) -> None:
     serve(plain=plain(Counted()), phased=phased(Counted()))
     urls = ("/plain/", "/phased/")
     first = [client.send(url, key=url) for url in urls]
     assert [answer.status_code for answer in first] == [201, 201]
-    assert [client.send(url, key=url).content for url in urls] == [answer.content for answer in first]
+    assert [client.send(url, key=url).content for url in urls] == [
+        answer.content for answer in first
+    ]
     with cut_off(standby):
         assert all(is_unconfirmed(client.send(url, key=url)) for url in urls)
     assert [client.send(url, key=url)["Idempotent-Replayed"] for url in urls] == ["true", "true"]
 
 
-def test_the_doctor_finds_a_commit_that_does_not_wait_for_the_disk_of_the_standby(client: Sender, standby: Standby) -> None:
+def test_the_doctor_finds_a_commit_that_does_not_wait_for_the_disk_of_the_standby(
+    client: Sender, standby: Standby
+) -> None:
     found = {}
     for value in ("local", "remote_write", "on", "remote_apply"):
         with connection.cursor() as cursor:

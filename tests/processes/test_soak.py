@@ -1,4 +1,5 @@
-"""The soak: its plan, its faults, each mistake that its consistency check must find; and a short soak with all processes."""
+"""The soak: its plan, its faults, each mistake that its consistency check must find; and a short
+soak with all processes."""
 
 # ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
 
@@ -53,7 +54,8 @@ class Run:
         self.checker = Checker("sim-", ["demo-jane", "demo-max"])
         answer = phone.book(key="sim-1")
         self.outcome = Outcome(
-            Booking("sim-1", "plain", phone.token, RIDE), httpx.Response(answer.status_code, content=answer.content)
+            Booking("sim-1", "plain", phone.token, RIDE),
+            httpx.Response(answer.status_code, content=answer.content),
         )
         StagedJob.objects.all().delete()
         send_ride_receipt(self.ride.pk)
@@ -63,7 +65,9 @@ class Run:
         return Ride.objects.get(idempotency_key__idempotency_key="sim-1")
 
     def result(self, stored_failures: int = 0) -> CheckResult:
-        result = self.checker.check({"sim-1": json.loads(self.outcome.answer.content)["ride"]["id"]}, [])
+        result = self.checker.check(
+            {"sim-1": json.loads(self.outcome.answer.content)["ride"]["id"]}, []
+        )
         self.checker.check_log(result, [self.outcome], stored_failures)
         return result
 
@@ -142,7 +146,9 @@ class TestConsistency:
         IdempotencyKey.objects.update(response_code=402)
         assert run.result().surplus_receipts == 1
 
-    def test_a_key_may_be_stuck_for_each_failure_that_stripe_has_stored_and_for_nothing_else(self, run, jane, sandbox):
+    def test_a_key_may_be_stuck_for_each_failure_that_stripe_has_stored_and_for_nothing_else(
+        self, run, jane, sandbox
+    ):
         sandbox.faults.replace([{"fault": "500_begun", "count": 1}])
         for _ in range(2):
             jane.book(key="sim-2")
@@ -165,9 +171,13 @@ class TestTenants:
         tenants = Tenants("sim-", ["demo-jane"], webhooks=False)
         key = IdempotencyKeyFactory(idempotency_key="sim-1", finished=True, response_code=201)
         ride = RideFactory(user=jane.user, idempotency_key=key)
-        simulation = Simulation(Plan("sim-", (), (), []), "http://127.0.0.1:1", stripe_url=None, run_dir=Path(), seed=1)
+        simulation = Simulation(
+            Plan("sim-", (), (), []), "http://127.0.0.1:1", stripe_url=None, run_dir=Path(), seed=1
+        )
         answer = httpx.Response(201, json={"ride": {"id": ride.pk}})
-        simulation.outcomes.append(Outcome(Booking("sim-1", "plain", "demo-jane", RIDE, "b.example"), answer))
+        simulation.outcomes.append(
+            Outcome(Booking("sim-1", "plain", "demo-jane", RIDE, "b.example"), answer)
+        )
         result = tenants.check(simulation)
         simulation.close()
         assert (result.rides, result.lost_rides) == (1, 1)
@@ -176,13 +186,21 @@ class TestTenants:
 
 def test_hung_loops_and_limits_are_counted_in_the_logs(tmp_path):
     (tmp_path / "processes.log").write_text(
-        "completer | ended with status 3; restarting\ncompleter | ended with status -9; restarting\n"
-        "  loops-b | WARNING idempotency: complete_keys ended with the status 3, and is started again\n"
+        "completer | ended with status 3; restarting\ncompleter | ended with status -9;"
+        " restarting\n  loops-b | WARNING idempotency: complete_keys ended with the status 3, and"
+        " is started again\n"
     )
-    (tmp_path / "postgres-a.log").write_text("ERROR:  canceling statement due to statement timeout\n")
-    (tmp_path / "postgres-a.log.before").write_text("FATAL:  terminating connection due to idle-session timeout\n" * 2)
+    (tmp_path / "postgres-a.log").write_text(
+        "ERROR:  canceling statement due to statement timeout\n"
+    )
+    (tmp_path / "postgres-a.log.before").write_text(
+        "FATAL:  terminating connection due to idle-session timeout\n" * 2
+    )
     assert count_exits(tmp_path) == 2
-    assert strikes(tmp_path) == {"limits: statement_timeout 500ms": 1, "limits: idle_session_timeout 2s": 2}
+    assert strikes(tmp_path) == {
+        "limits: statement_timeout 500ms": 1,
+        "limits: idle_session_timeout 2s": 2,
+    }
 
 
 @pytest.mark.postgres
@@ -196,9 +214,13 @@ def test_the_role_of_a_soak_owns_its_databases_and_has_the_limits(monkeypatch):
     try:
         limits.create_role(url, database)
         limits.set_limits(url)
-        with psycopg.connect(**own | {"dbname": database, "user": role}, autocommit=True) as connected:
+        with psycopg.connect(
+            **own | {"dbname": database, "user": role}, autocommit=True
+        ) as connected:
             connected.execute("CREATE TABLE owned ()")
-            shown = {name: connected.execute(f"SHOW {name}").fetchone()[0] for name in limits.SETTINGS}
+            shown = {
+                name: connected.execute(f"SHOW {name}").fetchone()[0] for name in limits.SETTINGS
+            }
         assert shown == {name: value for name, (value, _) in limits.SETTINGS.items()}
     finally:
         with psycopg.connect(url, autocommit=True) as administrator:
@@ -218,7 +240,9 @@ class TestPlan:
     def test_the_tenants_use_the_same_keys_for_different_bookings(self):
         plan = Plan.draw_soak(10, ALL_FAULTS, 7, ("a.example", "b.example"))
         bookings = list(itertools.islice(plan.bookings, 1200))
-        of_a, of_b = ({b.key: b for b in bookings if b.host == host} for host in ("a.example", "b.example"))
+        of_a, of_b = (
+            {b.key: b for b in bookings if b.host == host} for host in ("a.example", "b.example")
+        )
         assert of_a.keys() == of_b.keys()
         assert len(of_a) == 600
         assert all(of_a[key].body != of_b[key].body for key in of_a)
@@ -237,8 +261,12 @@ class TestPlan:
         assert plan.required == {*SOAK_EVENTS, "cut-replies", "wrong-clock", "limits"}
 
     def test_a_required_fault_that_was_not_observed_is_named(self, tmp_path):
-        plan = Plan("sim-", (), (), [], required=frozenset({"kill-web", "cut-replies", "vanish-web"}))
-        simulation = Simulation(plan, "http://127.0.0.1:1", stripe_url=None, run_dir=tmp_path, seed=1)
+        plan = Plan(
+            "sim-", (), (), [], required=frozenset({"kill-web", "cut-replies", "vanish-web"})
+        )
+        simulation = Simulation(
+            plan, "http://127.0.0.1:1", stripe_url=None, run_dir=tmp_path, seed=1
+        )
         simulation.tally.counts.update({"fault kill-web": 2, "fault cut-replies of http": 1})
         simulation.close()
         assert unobserved_faults(simulation) == ["vanish-web"]
@@ -285,7 +313,10 @@ def whole_answers(port: int, tries: int) -> int:
     whole = 0
     for _ in range(tries):
         with suppress(httpx.RemoteProtocolError):
-            whole += len(httpx.get(f"http://127.0.0.1:{port}/", timeout=60, trust_env=False).content) == 1000
+            whole += (
+                len(httpx.get(f"http://127.0.0.1:{port}/", timeout=60, trust_env=False).content)
+                == 1000
+            )
     return whole
 
 
@@ -314,7 +345,10 @@ class TestProxy:
 
     def test_unix_sockets_are_passed_on_too_and_a_service_that_is_down_is_down(self, tmp_path):
         near, far = tmp_path / "near", tmp_path / "far"
-        with Proxies(tmp_path, [Route("service", near, far, 0.0)], seed=1), socket.socket(socket.AF_UNIX) as service:
+        with (
+            Proxies(tmp_path, [Route("service", near, far, 0.0)], seed=1),
+            socket.socket(socket.AF_UNIX) as service,
+        ):
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(near))
                 assert client.recv(1) == b""
@@ -338,27 +372,37 @@ class TestProxy:
 class TestClock:
     def test_a_moved_clock_is_off_by_as_much_everywhere(self):
         program = (
-            "import time; from datetime import UTC, date, datetime; right = time.time()\n"
-            "from rides_demo.simulator.wrong_clock import move_clock; move_clock(-7200)\n"
-            "utc = datetime.now(UTC).timestamp(), datetime.utcnow().replace(tzinfo=UTC).timestamp()\n"
-            "times = time.time(), time.time_ns() / 1e9, datetime.now().timestamp(), datetime.today().timestamp(), *utc\n"
-            "print(*(round((right - at) / 7200, 2) for at in times), isinstance(datetime.now(), datetime))"
+            "import time; from datetime import UTC, date, datetime; right = time.time()\nfrom"
+            " rides_demo.simulator.wrong_clock import move_clock; move_clock(-7200)\nutc ="
+            " datetime.now(UTC).timestamp(),"
+            " datetime.utcnow().replace(tzinfo=UTC).timestamp()\ntimes = time.time(),"
+            " time.time_ns() / 1e9, datetime.now().timestamp(), datetime.today().timestamp(),"
+            " *utc\nprint(*(round((right - at) / 7200, 2) for at in times),"
+            " isinstance(datetime.now(), datetime))"
         )
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=BASE_FOLDER, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            cwd=BASE_FOLDER,
+            capture_output=True,
+            text=True,
+        )
         assert (done.stderr, done.stdout) == ("", "1.0 1.0 1.0 1.0 1.0 1.0 True\n")
 
     def test_only_one_web_worker_errs_until_it_is_killed(self, tmp_path):
         program = (
-            "import sys, time; from types import SimpleNamespace; right = time.time()\n"
-            "from rides_demo.simulator.wrong_clock import post_fork; worker = SimpleNamespace(age=int(sys.argv[1]))\n"
-            "post_fork(None, worker); print(round((time.time() - right) / 60), flush=True); sys.stdin.read()"
+            "import sys, time; from types import SimpleNamespace; right = time.time()\nfrom"
+            " rides_demo.simulator.wrong_clock import post_fork; worker ="
+            " SimpleNamespace(age=int(sys.argv[1]))\npost_fork(None, worker);"
+            " print(round((time.time() - right) / 60), flush=True); sys.stdin.read()"
         )
 
         def start(age: int) -> subprocess.Popen[str]:
             environment = os.environ | {"RIDES_RUN_FOLDER": str(tmp_path)}
             command = [sys.executable, "-c", program, str(age)]
             pipe = subprocess.PIPE
-            return subprocess.Popen(command, env=environment, cwd=BASE_FOLDER, stdin=pipe, stdout=pipe, text=True)
+            return subprocess.Popen(
+                command, env=environment, cwd=BASE_FOLDER, stdin=pipe, stdout=pipe, text=True
+            )
 
         with start(1) as one, start(2) as late:
             # Which of the two comes first is theirs to settle.
@@ -382,7 +426,9 @@ class TestClock:
 
 
 def test_the_log_of_a_client_says_what_it_sent_and_saw():
-    outcome = Outcome(Booking("sim-1", "plain", "demo-jane", RIDE), httpx.Response(201, content=b"{}"), tries=2)
+    outcome = Outcome(
+        Booking("sim-1", "plain", "demo-jane", RIDE), httpx.Response(201, content=b"{}"), tries=2
+    )
     assert json.loads(outcome.log_line()) == {
         "key": "sim-1", "kind": "plain", "token": "demo-jane", "body": RIDE, "host": "", "outcome": "201", "tries": 2,
         "answer": "{}",
@@ -393,10 +439,20 @@ def test_the_log_of_a_client_says_what_it_sent_and_saw():
 def test_a_short_soak_under_every_fault_ends_with_a_consistent_result(tmp_path):
     report = tmp_path / "report.json"
     # Of the environment of the tests nothing that names their own services.
-    kept = {name: value for name, value in os.environ.items() if name not in ("DATABASE_URL", "REDIS_URL")}
-    command = manage("soak", "--minutes", "0.3", "--seed", "5", "--concurrency", "8", "--json", str(report))
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("DATABASE_URL", "REDIS_URL")
+    }
+    command = manage(
+        "soak", "--minutes", "0.3", "--seed", "5", "--concurrency", "8", "--json", str(report)
+    )
     done = subprocess.run(
-        command, env=kept | {"DJANGO_SETTINGS_MODULE": "rides_demo.settings"}, capture_output=True, text=True, timeout=900
+        command,
+        env=kept | {"DJANGO_SETTINGS_MODULE": "rides_demo.settings"},
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -404,7 +460,8 @@ def test_a_short_soak_under_every_fault_ends_with_a_consistent_result(tmp_path):
     assert (lines[0], lines[-1]) == ("to run this again: MINUTES=0.3 SEED=5 make soak", "soak: ok")
     said = json.loads(report.read_text())
     assert (said["right"], said["never struck"], said["books"]["findings"]) == (True, [], [])
-    # Which replies are cut is left to chance, and so is not asked: that some are is in "never struck".
+    # Which replies are cut is left to chance, and so is not asked: that some are is in "never
+    # struck".
     observed = {*SOAK_EVENTS} - {"stripe-down", HANG} | {"wrong-clock, answers", EXITS}
     assert said["faults"].keys() >= observed
     assert any(name.startswith("limits: ") for name in said["faults"])

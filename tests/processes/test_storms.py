@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.postgres, pytest.mark.processes, pytest.mark.django_db
 Serve = Callable[..., None]
 
 
-def test_a_storm_of_plain_requests_with_rollbacks_and_mismatches(serve: Serve, sender: Sender) -> None:
+def test_a_storm_of_plain_requests_with_rollbacks_and_mismatches(
+    serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         if request.headers.get("X-Chance") == "fail":
             return HttpResponse(status=503)
@@ -46,14 +48,21 @@ def test_a_storm_of_plain_requests_with_rollbacks_and_mismatches(serve: Serve, s
         out = []
         for key in [key for key in urls for _ in range(4)]:
             headers = {"X-Chance": "fail" if drawn.random() < 0.4 else "go"}
-            answer = own.send(urls[key], key=key, body={"other": True} if number == 7 else {"a": 1}, headers=headers)
+            answer = own.send(
+                urls[key],
+                key=key,
+                body={"other": True} if number == 7 else {"a": 1},
+                headers=headers,
+            )
             if answer.status_code == 201:
                 seen.setdefault(key, set()).add(answer.content)
             out.append((key, answer.status_code))
         return out
 
     answers = [answer for of_client in all_at_once(client, 8) for answer in of_client]
-    assert {status for _, status in answers} <= {201, 409, 422, 503}, {status for _, status in answers}
+    assert {status for _, status in answers} <= {201, 409, 422, 503}, {
+        status for _, status in answers
+    }
     for key, url in urls.items():
         last = [sender.send(url, key=key, body=body) for body in ({"a": 1}, {"other": True})]
         assert sorted(answer.status_code for answer in last) == [201, 422]
@@ -91,11 +100,15 @@ def test_a_storm_over_expired_keys_with_reapers(serve: Serve, sender: Sender) ->
 
 
 @pytest.mark.parametrize("kind", ["plain", "serializable", "phased"])
-def test_a_storm_in_which_the_database_ends_connections(kind: str, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_a_storm_in_which_the_database_ends_connections(
+    kind: str, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     """Whatever a connection was doing when it ended, each key has one effect and one answer."""
 
     def entry_of_key(request: HttpRequest) -> HttpResponse:
-        return JsonResponse({"id": Entry.objects.get(idempotency_key=request.idempotency_key).pk}, status=201)
+        return JsonResponse(
+            {"id": Entry.objects.get(idempotency_key=request.idempotency_key).pk}, status=201
+        )
 
     def client(number: int) -> dict[str, bytes]:
         own, drawn = another_client(sender), chance(number)
@@ -110,8 +123,8 @@ def test_a_storm_in_which_the_database_ends_connections(kind: str, serve: Serve,
         with connection.cursor() as cursor:
             while not done.wait(0.02):
                 cursor.execute(
-                    "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-                    "AND backend_type = 'client backend' ORDER BY pid"
+                    "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+                    " pg_backend_pid() AND backend_type = 'client backend' ORDER BY pid"
                 )
                 if pids := [pid for (pid,) in cursor.fetchall()]:
                     cursor.execute("SELECT pg_terminate_backend(%s)", [drawn.choice(pids)])
@@ -145,9 +158,13 @@ def test_storm_of_both_kinds(serve: Serve, sender: Sender, settings: Settings) -
     def client(number: int) -> set[int]:
         own, drawn = another_client(sender), chance(number)
         sent = [(f"key-{turn // 3}", drawn.choice(list(releases))) for turn in range(60)]
-        return {own.send(key=key, headers={"X-Release": release}).status_code for key, release in sent}
+        return {
+            own.send(key=key, headers={"X-Release": release}).status_code for key, release in sent
+        }
 
     seen = set().union(*all_at_once(client, 8))
     assert seen <= {201, 409, 503}
     assert Entry.objects.count() == IdempotencyKey.objects.finished().count() == 20
-    assert IdempotencyKey.objects.stuck().count() == 0, IdempotencyKey.objects.stuck().values("stuck_code").first()
+    assert IdempotencyKey.objects.stuck().count() == 0, (
+        IdempotencyKey.objects.stuck().values("stuck_code").first()
+    )

@@ -1,4 +1,5 @@
-"""Rocket Rides as it is served: real processes, which come back when killed and leave nothing behind."""
+"""Rocket Rides as it is served: real processes, which come back when killed and leave nothing
+behind."""
 
 import json
 import os
@@ -26,7 +27,17 @@ from rides_demo.simulator.simulation import FAULTS
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.processes
-NAMES = {"supervisor", "postgres", "redis", "sandbox", "web", "enqueuer", "worker", "completer", "reaper"}
+NAMES = {
+    "supervisor",
+    "postgres",
+    "redis",
+    "sandbox",
+    "web",
+    "enqueuer",
+    "worker",
+    "completer",
+    "reaper",
+}
 
 
 class Served:
@@ -36,7 +47,11 @@ class Served:
         self.folder, self.port = folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}/"
         # Of the environment of the tests nothing that names their own services.
-        kept = {name: value for name, value in os.environ.items() if name not in ("DATABASE_URL", "REDIS_URL")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("DATABASE_URL", "REDIS_URL")
+        }
         self.environment = kept | {
             "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
             "PORT": str(self.port),
@@ -49,7 +64,12 @@ class Served:
     def serve(self) -> subprocess.Popen[str]:
         command = [sys.executable, BASE_FOLDER / "manage.py", "serve"]
         return subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=BASE_FOLDER
+            command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=BASE_FOLDER,
         )
 
     def read_until(self, text: str) -> str:
@@ -88,7 +108,9 @@ def everything(pids: dict[str, int]) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return not any(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
 
 
 #: How long the start of a Python with Django takes on a quiet machine, at most.
@@ -96,7 +118,8 @@ QUIET_START_SECONDS = 0.3
 
 
 def usual_seconds(measured: Callable[[], float]) -> float:
-    """Return the median of three results, as if the machine had nothing else to do: it is timed beside each of them."""
+    """Return the median of three results, as if the machine had nothing else to do: it is timed
+    beside each of them."""
 
     def of_a_quiet_machine() -> float:
         began = time.monotonic()
@@ -130,17 +153,28 @@ def test_everything_listens_on_loopback_only(served):
     addresses = set()
     for process in everything(served.pids()):
         with suppress(psutil.NoSuchProcess):  # A worker that is replaced, for instance.
-            listening = (each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN)
+            listening = (
+                each
+                for each in process.net_connections("inet")
+                if each.status == psutil.CONN_LISTEN
+            )
             addresses |= {connection.laddr.ip for connection in listening}
     assert addresses == {"127.0.0.1"}
 
 
 def test_the_button_of_the_page_kills_a_web_worker_which_comes_back(served):
     master = psutil.Process(served.pids()["web"])
-    with httpx.Client(base_url=served.url, follow_redirects=True, timeout=60, trust_env=False) as browser:
+    with httpx.Client(
+        base_url=served.url, follow_redirects=True, timeout=60, trust_env=False
+    ) as browser:
         browser.get("/")
-        browser.post("/sign-in", data={"token": "demo-jane", "csrfmiddlewaretoken": browser.cookies["csrftoken"]})
-        killed = browser.post("/switches/kill", data={"csrfmiddlewaretoken": browser.cookies["csrftoken"]}).json()
+        browser.post(
+            "/sign-in",
+            data={"token": "demo-jane", "csrfmiddlewaretoken": browser.cookies["csrftoken"]},
+        )
+        killed = browser.post(
+            "/switches/kill", data={"csrfmiddlewaretoken": browser.cookies["csrftoken"]}
+        ).json()
 
     assert not killed["ran_booking"]
     eventually(lambda: [worker.pid for worker in master.children()] not in ([], [killed["pid"]]))
@@ -202,7 +236,9 @@ def test_without_the_database_it_is_not_healthy_and_says_so_in_a_line(served):
     try:
         os.kill(served.pids()["postgres"], signal.SIGQUIT)
         eventually(lambda: served.status() == 503)
-        request = urllib.request.Request(f"{served.url}rides", b"{}", {"Authorization": "Bearer demo-jane"}, method="POST")
+        request = urllib.request.Request(
+            f"{served.url}rides", b"{}", {"Authorization": "Bearer demo-jane"}, method="POST"
+        )
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=60)
         assert (refused.value.code, refused.value.headers["Retry-After"]) == (503, "1")
@@ -233,8 +269,14 @@ def test_a_second_one_on_the_same_port_names_the_cure(served):
         ("DATABASE_URL", "postgresql://127.0.0.1:1/none", "migrate` failed"),
     ],
 )
-def test_a_wrong_environment_is_named_without_a_traceback(served, tmp_path, variable, value, message):
-    environment = served.environment | {"PORT": str(free_port()), "RIDES_RUN_FOLDER": str(tmp_path), variable: value}
+def test_a_wrong_environment_is_named_without_a_traceback(
+    served, tmp_path, variable, value, message
+):
+    environment = served.environment | {
+        "PORT": str(free_port()),
+        "RIDES_RUN_FOLDER": str(tmp_path),
+        variable: value,
+    }
     command = [sys.executable, BASE_FOLDER / "manage.py", "serve"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1

@@ -1,4 +1,5 @@
-"""After COMMIT: callbacks run only for committed work, and an error changes neither the stored response nor the key."""
+"""After COMMIT: callbacks run only for committed work, and an error changes neither the stored
+response nor the key."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,9 @@ def test_a_hook_that_fails_after_commit_does_not_replace_the_stored_answer(
     assert sender.send().status_code == 201
 
 
-def test_a_hook_that_fails_after_a_plain_view_raises_its_own_error(serve: Serve, sender: Sender) -> None:
+def test_a_hook_that_fails_after_a_plain_view_raises_its_own_error(
+    serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         transaction.on_commit(_broken_hook)
         return create(request)
@@ -91,7 +94,8 @@ def test_a_phase_is_known_to_be_committed_before_a_hook_fails(serve: Any, sender
 def test_an_error_after_commit_that_the_view_turns_into_an_answer_does_not_replace_the_stored_one(
     serve: Serve, sender: Sender
 ) -> None:
-    """For the view, a connection that is cut between COMMIT and its acknowledgement is the same error."""
+    """For the view, a connection that is cut between COMMIT and its acknowledgement is the same
+    error."""
 
     @idempotent(recovery_points=["unused"])
     def view(request: HttpRequest) -> HttpResponseBase:

@@ -1,4 +1,5 @@
-"""``applies=``: which requests of a view are protected. ``tests/frameworks`` tests it in each framework."""
+"""``applies=``: which requests of a view are protected. ``tests/frameworks`` tests it in each
+framework."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +32,8 @@ def places_order(request: HttpRequest) -> bool:
 
 
 def checkout(kind: Kind, work: Counted, **options: Any) -> View:
-    """Return a view that protects only requests that place an order; others run ``work`` unprotected."""
+    """Return a view that protects only requests that place an order; others run ``work``
+    unprotected."""
     if kind is plain:
         return idempotent(applies=places_order, **options)(work)
     order = phased(work).__wrapped__
@@ -45,10 +47,14 @@ def checkout(kind: Kind, work: Counted, **options: Any) -> View:
 
 @both_kinds
 @pytest.mark.parametrize("key", [None, "key-1"])
-def test_a_request_to_which_it_does_not_apply_runs_each_time(key: str | None, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_a_request_to_which_it_does_not_apply_runs_each_time(
+    key: str | None, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=checkout(kind, work := Counted()))
     answers = [sender.send(key=key, body=PREVIEW) for _ in range(2)]
-    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [(201, False)] * 2
+    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [
+        (201, False)
+    ] * 2
     assert (work.runs, Entry.objects.filter(idempotency_key=None).count()) == (2, 2)
     assert not IdempotencyKey.objects.exists()
 
@@ -59,11 +65,17 @@ def test_the_others_are_protected(kind: Kind, serve: Serve, sender: Sender) -> N
     sender.send(body=PREVIEW)
     assert problem(sender.send(key=None, body=ORDER))["code"] == "key_missing"
     first, again = (sender.send(body=ORDER) for _ in range(2))
-    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert work.runs == 2
 
 
-def test_it_is_not_asked_for_a_safe_method_nor_for_the_request_of_the_completer(serve: Serve, sender: Sender) -> None:
+def test_it_is_not_asked_for_a_safe_method_nor_for_the_request_of_the_completer(
+    serve: Serve, sender: Sender
+) -> None:
     asked: list[str] = []
 
     def applies(request: HttpRequest) -> bool:
@@ -77,7 +89,12 @@ def test_it_is_not_asked_for_a_safe_method_nor_for_the_request_of_the_completer(
             raise OSError(down.pop())
 
     serve(
-        view=two_phases(lambda request: None, lambda request: HttpResponse(status=201), call=call, applies=applies),
+        view=two_phases(
+            lambda request: None,
+            lambda request: HttpResponse(status=201),
+            call=call,
+            applies=applies,
+        ),
         safe=idempotent(applies=applies)(lambda request: HttpResponse()),
     )
     assert sender.send("/safe/", method="GET").status_code == 200
@@ -87,8 +104,12 @@ def test_it_is_not_asked_for_a_safe_method_nor_for_the_request_of_the_completer(
     assert asked == ["POST"]
 
 
-@pytest.mark.parametrize(("error", "status"), [(Http404, 404), (PermissionDenied, 403), (LookupError, 500)])
-def test_its_error_is_that_of_the_request(error: type[Exception], status: int, serve: Serve, sender: Sender) -> None:
+@pytest.mark.parametrize(
+    ("error", "status"), [(Http404, 404), (PermissionDenied, 403), (LookupError, 500)]
+)
+def test_its_error_is_that_of_the_request(
+    error: type[Exception], status: int, serve: Serve, sender: Sender
+) -> None:
     def applies(request: HttpRequest) -> bool:
         raise error
 
@@ -125,8 +146,20 @@ def test_what_is_not_protected_keeps_its_own_atomic_requests(
 
 
 def test_it_stands_in_the_policy() -> None:
-    urls = type("Urls", (), {"urlpatterns": [path("", plain(Counted(), applies=places_order)), path("all", plain(Counted()))]})
-    assert [policy.applies for policy in policies(urls)] == ["tests.request.test_applies.places_order", ""]
+    urls = type(
+        "Urls",
+        (),
+        {
+            "urlpatterns": [
+                path("", plain(Counted(), applies=places_order)),
+                path("all", plain(Counted())),
+            ]
+        },
+    )
+    assert [policy.applies for policy in policies(urls)] == [
+        "tests.request.test_applies.places_order",
+        "",
+    ]
 
 
 urlpatterns = [path("checkout/", idempotent(applies=places_order)(lambda request: HttpResponse()))]

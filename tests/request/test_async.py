@@ -1,4 +1,5 @@
-"""Async views: under ASGI each request has a thread with its connection, and no code blocks the event loop."""
+"""Async views: under ASGI each request has a thread with its connection, and no code blocks the
+event loop."""
 
 import asyncio
 import json
@@ -71,7 +72,9 @@ def test_a_safe_method_of_an_async_view_needs_no_key(serve: Serve, sender: Sende
     assert sender.send(method="GET", key=None).content == b"GET None"
 
 
-def test_what_an_async_view_wrote_is_rolled_back_when_it_fails(serve: Serve, sender: Sender) -> None:
+def test_what_an_async_view_wrote_is_rolled_back_when_it_fails(
+    serve: Serve, sender: Sender
+) -> None:
     fails = [True]
 
     @idempotent
@@ -144,12 +147,16 @@ def test_the_async_client_inside_a_transaction_of_a_test(db: None, serve: Serve)
     serve(view=idempotent(scope=lambda request: "everybody")(create))
     client = AsyncClient()
     headers = {"Idempotency-Key": "key-1"}
-    first, second = (async_to_sync(client.post)("/view/", {"a": 1}, headers=headers) for _ in range(2))
+    first, second = (
+        async_to_sync(client.post)("/view/", {"a": 1}, headers=headers) for _ in range(2)
+    )
     assert (first.status_code, second.content) == (201, first.content)
 
 
 @pytest.mark.postgres
-def test_a_waiting_request_holds_neither_the_loop_nor_another_transaction(transactional_db: None, serve: Serve) -> None:
+def test_a_waiting_request_holds_neither_the_loop_nor_another_transaction(
+    transactional_db: None, serve: Serve
+) -> None:
     async def scenario() -> None:
         reached, go = asyncio.Event(), asyncio.Event()
 
@@ -179,7 +186,9 @@ def test_a_waiting_request_holds_neither_the_loop_nor_another_transaction(transa
 
 
 @pytest.mark.postgres
-def test_a_request_whose_client_hung_up_leaves_nothing_and_can_be_sent_again(transactional_db: None, serve: Serve) -> None:
+def test_a_request_whose_client_hung_up_leaves_nothing_and_can_be_sent_again(
+    transactional_db: None, serve: Serve
+) -> None:
     async def scenario() -> None:
         reached, never = asyncio.Event(), asyncio.Event()
         waits = [False, True]
@@ -206,7 +215,9 @@ def test_a_request_whose_client_hung_up_leaves_nothing_and_can_be_sent_again(tra
 
 
 @pytest.mark.postgres
-def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: None, serve: Any) -> None:
+def test_a_phased_view_goes_on_after_its_client_has_hung_up(
+    transactional_db: None, serve: Any
+) -> None:
     """Otherwise an at-most-once call would be in doubt each time a browser tab is closed."""
 
     async def scenario() -> None:
@@ -242,8 +253,11 @@ def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: No
 
 
 @pytest.mark.postgres
-def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_together(transactional_db: None) -> None:
-    """Each asyncio task has a key; both use the connection of the one thread in which they wait for the database."""
+def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_together(
+    transactional_db: None,
+) -> None:
+    """Each asyncio task has a key; both use the connection of the one thread in which they wait for
+    the database."""
     refused: list[str] = []
 
     @idempotent(recovery_points=[], scope=lambda request: "everybody")

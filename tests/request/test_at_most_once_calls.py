@@ -1,4 +1,5 @@
-"""A call to a service that is not idempotent is made once per key; otherwise the key becomes stuck."""
+"""A call to a service that is not idempotent is made once per key; otherwise the key becomes
+stuck."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,7 +55,11 @@ def once(action: Callable[[], None]) -> Callable[[], None]:
 
 def calls_in_history() -> list[str]:
     """Return the calls that the history of the key names."""
-    return [event["detail"] for event in IdempotencyKey.objects.get().history if event["event"] == "call begun"]
+    return [
+        event["detail"]
+        for event in IdempotencyKey.objects.get().history
+        if event["event"] == "call begun"
+    ]
 
 
 def fail() -> None:
@@ -85,11 +90,15 @@ def test_the_call_has_a_reference_and_is_in_the_history(serve: Any, sender: Send
     assert sender.send().status_code == 200
     assert references == [True]
     key = IdempotencyKey.objects.get()
-    assert [(event["event"], event["detail"]) for event in key.history][1:2] == [("call begun", "sms")]
+    assert [(event["event"], event["detail"]) for event in key.history][1:2] == [
+        ("call begun", "sms")
+    ]
     assert key.call_begun_at is not None
 
 
-def test_a_call_that_no_retry_repeats_has_no_end_of_its_validity(serve: Any, sender: Sender) -> None:
+def test_a_call_that_no_retry_repeats_has_no_end_of_its_validity(
+    serve: Any, sender: Sender
+) -> None:
     def body(key: IdempotencyKey) -> None:
         with pytest.raises(ValueError, match="valid_seconds"):
             key.call("sms", 60, at_most_once=True)  # type: ignore[call-overload]
@@ -104,7 +113,12 @@ def test_a_call_that_no_retry_repeats_has_no_end_of_its_validity(serve: Any, sen
 def test_a_result_costs_one_statement(serve: Any, sender: Sender) -> None:
     counts: list[int] = []
     with statements() as seen:
-        serve(view=texting(lambda call: (call.record("receipt"), counts.append(len(seen))), lambda: counts.append(len(seen))))
+        serve(
+            view=texting(
+                lambda call: (call.record("receipt"), counts.append(len(seen))),
+                lambda: counts.append(len(seen)),
+            )
+        )
         assert sender.send().status_code == 200
     before, after = counts
     assert [query["sql"].split()[0] for query in seen.captured_queries[before:after]] == ["UPDATE"]
@@ -154,7 +168,9 @@ def test_a_result_recorded_before_an_error_is_kept(serve: Any, sender: Sender) -
     assert len(service.sent) == 1
 
 
-def test_a_call_in_doubt_is_not_made_again_but_handed_to_a_person(serve: Any, sender: Sender) -> None:
+def test_a_call_in_doubt_is_not_made_again_but_handed_to_a_person(
+    serve: Any, sender: Sender
+) -> None:
     """The service may have sent the message before the connection was cut."""
     service = SmsService()
 
@@ -188,11 +204,16 @@ def test_a_call_that_took_no_effect_is_made_again(serve: Any, sender: Sender) ->
     assert len(service.sent) == 1
 
 
-def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_its_intent(serve: Any, sender: Sender) -> None:
+def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_its_intent(
+    serve: Any, sender: Sender
+) -> None:
     left: list[int] = []
 
     def body(key: IdempotencyKey) -> None:
-        with pytest.raises(OSError, match="refused"), key.call("refused", at_most_once=True) as call:  # noqa: PT012
+        with (
+            pytest.raises(OSError, match="refused"),
+            key.call("refused", at_most_once=True) as call,
+        ):  # noqa: PT012
             call.retryable()
             raise OSError("refused")
         left.append(key.downstream_calls.count())
@@ -202,7 +223,10 @@ def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_
             call.record({"n": 1})
             call.retryable()
         left.append(key.downstream_calls.count())
-        with pytest.raises(RuntimeError, match="already made the call 'made'"), key.call("made", at_most_once=True):
+        with (
+            pytest.raises(RuntimeError, match="already made the call 'made'"),
+            key.call("made", at_most_once=True),
+        ):
             pass
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse())
@@ -212,7 +236,9 @@ def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_
     assert left == [0, 2]
 
 
-def test_another_service_is_called_instead_of_one_whose_refusal_is_recorded(serve: Any, sender: Sender) -> None:
+def test_another_service_is_called_instead_of_one_whose_refusal_is_recorded(
+    serve: Any, sender: Sender
+) -> None:
     first, second = SmsService(), SmsService()
     crash = once(fail)
 
@@ -237,7 +263,9 @@ def test_another_service_is_called_instead_of_one_whose_refusal_is_recorded(serv
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_no_other_call_settles_one_that_was_put_off(serve: Any, sender: Sender, other: bool) -> None:
+def test_no_other_call_settles_one_that_was_put_off(
+    serve: Any, sender: Sender, other: bool
+) -> None:
     """Otherwise a recorded message would hide a postponed payment, which would be lost."""
 
     def view(request: HttpRequest) -> HttpResponse:
@@ -317,7 +345,10 @@ def test_a_name_is_free_after_a_call_that_was_put_off_and_taken_after_one_that_h
                     call.record("sent")
             if key.attempts == 1:
                 fail()
-            with pytest.raises(RuntimeError, match="already made the call 'sms'"), key.call("sms", at_most_once=True):
+            with (
+                pytest.raises(RuntimeError, match="already made the call 'sms'"),
+                key.call("sms", at_most_once=True),
+            ):
                 pass
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse("sent"))
@@ -342,7 +373,8 @@ def raised(request: HttpRequest) -> HttpResponse:
 def test_an_early_answer_does_not_end_a_request_whose_call_was_made(
     serve: Any, sender: Sender, early: Any, later_run: bool
 ) -> None:
-    """For example, the room was free when the card was charged, and is booked when the client retries."""
+    """For example, the room was free when the card was charged, and is booked when the client
+    retries."""
 
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponse:
@@ -359,11 +391,17 @@ def test_an_early_answer_does_not_end_a_request_whose_call_was_made(
     for _ in range(1 + later_run):
         assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
-    assert (key.finished_at, key.locked_until, key.last_error[:20]) == (None, None, "ResponseNotCommitted")
+    assert (key.finished_at, key.locked_until, key.last_error[:20]) == (
+        None,
+        None,
+        "ResponseNotCommitted",
+    )
 
 
 @pytest.mark.parametrize("early", [answered, raised])
-def test_an_early_answer_does_not_end_a_request_whose_call_is_in_doubt(serve: Any, sender: Sender, early: Any) -> None:
+def test_an_early_answer_does_not_end_a_request_whose_call_is_in_doubt(
+    serve: Any, sender: Sender, early: Any
+) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponse:
         if request.idempotency_key.attempts == 1:
@@ -387,8 +425,14 @@ def deep() -> Any:
     return value
 
 
-@pytest.mark.parametrize("result", [deep(), 10**5000, "lone \udc80", {"name": "\ud800"}], ids=["deep", "long", "lone", "inner"])
-def test_the_result_of_a_call_that_was_made_is_never_lost(serve: Any, sender: Sender, result: Any) -> None:
+@pytest.mark.parametrize(
+    "result",
+    [deep(), 10**5000, "lone \udc80", {"name": "\ud800"}],
+    ids=["deep", "long", "lone", "inner"],
+)
+def test_the_result_of_a_call_that_was_made_is_never_lost(
+    serve: Any, sender: Sender, result: Any
+) -> None:
     def block(call: AtMostOnceCall) -> None:
         call.record(result)
 
@@ -429,7 +473,9 @@ def test_a_result_that_is_no_json_is_an_error_and_the_call_is_not_made_again(
 
 
 @pytest.mark.postgres
-def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(serve: Any, sender: Sender) -> None:
+def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(
+    serve: Any, sender: Sender
+) -> None:
     """PostgreSQL was restarted during the call."""
 
     def block(call: AtMostOnceCall) -> None:
@@ -457,7 +503,9 @@ def test_a_block_that_records_nothing_is_a_mistake(serve: Any, sender: Sender) -
         sender.send()
 
 
-def test_a_call_of_which_nothing_is_known_is_told_at_the_end_of_its_block(serve: Any, sender: Sender) -> None:
+def test_a_call_of_which_nothing_is_known_is_told_at_the_end_of_its_block(
+    serve: Any, sender: Sender
+) -> None:
     def body(key: IdempotencyKey) -> None:
         with pytest.raises(CallNotRecorded), key.call("sms", at_most_once=True):
             pass
@@ -482,7 +530,9 @@ def test_a_result_of_none_is_a_result(serve: Any, sender: Sender) -> None:
 
 
 @pytest.mark.postgres
-def test_a_serialization_failure_after_the_call_does_not_make_it_again(serve: Any, sender: Sender) -> None:
+def test_a_serialization_failure_after_the_call_does_not_make_it_again(
+    serve: Any, sender: Sender
+) -> None:
     service = SmsService()
 
     def lose_a_race() -> None:
@@ -500,7 +550,8 @@ def test_a_serialization_failure_after_the_call_does_not_make_it_again(serve: An
 
 @pytest.mark.postgres
 def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) -> None:
-    """The lock of the first run expires during its call: the retry must not call, and the result is not lost."""
+    """The lock of the first run expires during its call: the retry must not call, and the result is
+    not lost."""
     service, gate = SmsService(), Gate()
 
     def block(call: AtMostOnceCall) -> None:
@@ -520,14 +571,20 @@ def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) 
     assert len(service.sent) == 1
 
 
-@pytest.mark.parametrize("other_key", [False, True], ids=["the key was kept", "its id is that of another key"])
-def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, sender: Sender, other_key: bool) -> None:
+@pytest.mark.parametrize(
+    "other_key", [False, True], ids=["the key was kept", "its id is that of another key"]
+)
+def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(
+    serve: Any, sender: Sender, other_key: bool
+) -> None:
     service = SmsService()
 
     def fail_over() -> None:
         DownstreamCall.objects.all().delete()
         if other_key:
-            IdempotencyKey.objects.update(claim_token=uuid4(), idempotency_key="another", seed=b"of another key")
+            IdempotencyKey.objects.update(
+                claim_token=uuid4(), idempotency_key="another", seed=b"of another key"
+            )
 
     def block(call: AtMostOnceCall) -> None:
         if call.due:
@@ -538,13 +595,17 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
     once_only = once(fail_over)
     serve(view=texting(block, after=once(fail)))
     assert sender.send().status_code == (409 if other_key else 500)
-    assert [call.result for call in DownstreamCall.objects.all()] == ([] if other_key else ["receipt 1"])
+    assert [call.result for call in DownstreamCall.objects.all()] == (
+        [] if other_key else ["receipt 1"]
+    )
     if not other_key:
         assert sender.send().json() == {"receipt": "receipt 1"}
         assert len(service.sent) == 1
 
 
-def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_too(serve: Any, sender: Sender) -> None:
+def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_too(
+    serve: Any, sender: Sender
+) -> None:
     """The claim of a retry is an update, milliseconds before the intent."""
     service = SmsService()
 
@@ -568,14 +629,18 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_to
     first_fails, once_only = once(fail), once(fail_over)
     serve(view=view)
     assert sender.send().status_code == 500
-    before = IdempotencyKey.objects.values("claim_token", "locked_until", "attempts", "begun", "last_run_at", "history").get()
+    before = IdempotencyKey.objects.values(
+        "claim_token", "locked_until", "attempts", "begun", "last_run_at", "history"
+    ).get()
     assert sender.send().status_code == 409
     assert sender.send().json() == {"receipt": "receipt 1"}
     assert len(service.sent) == 1
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["with its result", "in doubt"])
-def test_a_call_is_remembered_though_a_failover_has_lost_the_phase_before_it(serve: Any, sender: Sender, known: bool) -> None:
+def test_a_call_is_remembered_though_a_failover_has_lost_the_phase_before_it(
+    serve: Any, sender: Sender, known: bool
+) -> None:
     service = SmsService()
 
     def call_and_fail_over(call: AtMostOnceCall) -> None:
@@ -655,7 +720,9 @@ def test_an_at_most_once_call_cannot_stand_in_a_phase(serve: Any, sender: Sender
 
 @pytest.mark.parametrize("at_most_once", [True, False])
 @pytest.mark.parametrize("retried", [True, False])
-def test_a_call_of_one_name_is_not_made_in_both_ways(retried: bool, at_most_once: bool, serve: Any, sender: Sender) -> None:
+def test_a_call_of_one_name_is_not_made_in_both_ways(
+    retried: bool, at_most_once: bool, serve: Any, sender: Sender
+) -> None:
     """The service may not know the key of a call that was made at most once."""
     service, trouble = SmsService(), once(fail)
 
@@ -680,13 +747,16 @@ def test_a_call_of_one_name_is_not_made_in_both_ways(retried: bool, at_most_once
     serve(view=over_key(work))
     answers = [sender.send().status_code for _ in range(2)]
     if retried and not at_most_once:
-        # The history of the key alone tells of a call with a key: the page about deploys names this limit.
+        # The history of the key alone tells of a call with a key: the page about deploys names this
+        # limit.
         assert len(service.sent) == 2
     else:
         assert (answers, len(service.sent)) == ([500, 500], 1 if at_most_once or retried else 2)
 
 
-def test_an_answered_key_expires_although_a_late_call_ends_without_a_result(serve: Any, sender: Sender) -> None:
+def test_an_answered_key_expires_although_a_late_call_ends_without_a_result(
+    serve: Any, sender: Sender
+) -> None:
     gate = Gate()
 
     def block(call: AtMostOnceCall) -> None:
@@ -698,7 +768,9 @@ def test_an_answered_key_expires_although_a_late_call_ends_without_a_result(serv
         gate.wait_until_reached()
         expire_lock()
         key = IdempotencyKey.objects.get()
-        assert interventions.answer(key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane")
+        assert interventions.answer(
+            key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane"
+        )
         gate.open()
         late.result(60)
     assert IdempotencyKey.objects.get().expires_at is not None

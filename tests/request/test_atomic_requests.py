@@ -1,4 +1,5 @@
-"""ATOMIC_REQUESTS around a class in a URLconf that a middleware sets. ``tests/frameworks`` tests the normal case."""
+"""ATOMIC_REQUESTS around a class in a URLconf that a middleware sets. ``tests/frameworks`` tests
+the normal case."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,8 @@ class Orders(View):
 
 @pytest.fixture
 def serve_elsewhere(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Return a function that serves a view at /view/ in the URLconf of the middleware, under ATOMIC_REQUESTS."""
+    """Return a function that serves a view at /view/ in the URLconf of the middleware, under
+    ATOMIC_REQUESTS."""
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": []})
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{service.__name__}.by_host"]
@@ -50,7 +52,9 @@ def serve_elsewhere(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Call
     return put
 
 
-def test_the_methods_that_are_not_protected_keep_their_transaction(serve_elsewhere: Any, sender: Sender) -> None:
+def test_the_methods_that_are_not_protected_keep_their_transaction(
+    serve_elsewhere: Any, sender: Sender
+) -> None:
     serve_elsewhere(Orders.as_view())
     assert sender.send().status_code == 201
     assert sender.client.get("/view/").content == b"True"
@@ -63,8 +67,12 @@ def calling(request: HttpRequest) -> HttpResponseBase:
     return Orders.as_view()(request)
 
 
-@pytest.mark.parametrize("view", [calling, transaction.atomic(Orders.as_view())], ids=["calling", "atomic"])
-def test_a_transaction_of_the_project_is_refused(view: Any, serve_elsewhere: Any, sender: Sender) -> None:
+@pytest.mark.parametrize(
+    "view", [calling, transaction.atomic(Orders.as_view())], ids=["calling", "atomic"]
+)
+def test_a_transaction_of_the_project_is_refused(
+    view: Any, serve_elsewhere: Any, sender: Sender
+) -> None:
     serve_elsewhere(view)
     assert sender.send().status_code == 500
     assert (Entry.objects.count(), IdempotencyKey.objects.count()) == (0, 0)
@@ -72,7 +80,9 @@ def test_a_transaction_of_the_project_is_refused(view: Any, serve_elsewhere: Any
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_the_key_commits_last_there_too(serve_elsewhere: Any, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_commits_last_there_too(
+    serve_elsewhere: Any, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(connections.settings["shard_b"], "ATOMIC_REQUESTS", True)
     monkeypatch.setattr(Orders, "aliases", ("default", "shard_b"))
     serve_elsewhere(Orders.as_view())

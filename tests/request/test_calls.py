@@ -1,4 +1,5 @@
-"""Order of decorators: only clients that pass authentication and permissions get a stored response."""
+"""Order of decorators: only clients that pass authentication and permissions get a stored
+response."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,9 @@ def view(request: HttpRequest) -> HttpResponse:
     return HttpResponse("done")
 
 
-@pytest.mark.parametrize("access", [login_required, permission_required("tests.view_entry"), api_view(["POST"])])
+@pytest.mark.parametrize(
+    "access", [login_required, permission_required("tests.view_entry"), api_view(["POST"])]
+)
 def test_decorator_outside_of_the_access_check_is_refused_at_once(access: Any) -> None:
     with pytest.raises(TypeError, match="outside authentication"):
         idempotent(access(view))
@@ -55,7 +58,9 @@ class Mixed(LoginRequiredMixin, View):
 
 
 @pytest.mark.parametrize("outside", [Rest, method_decorator(idempotent, name="dispatch")(Mixed)])
-def test_decorator_on_a_dispatch_that_checks_access_is_refused(outside: Any, serve: Serve, sender: Sender) -> None:
+def test_decorator_on_a_dispatch_that_checks_access_is_refused(
+    outside: Any, serve: Serve, sender: Sender
+) -> None:
     serve(view=outside.as_view())
     sender.client.raise_request_exception = True
     with pytest.raises(RuntimeError, match="outside authentication"):
@@ -78,7 +83,9 @@ def test_a_class_may_keep_a_request_of_its_own(serve: Serve, sender: Sender) -> 
     assert IdempotencyKey.objects.count() == 1
 
 
-def test_a_method_of_a_django_view_that_is_named_like_one_of_drf_is_not_called(serve: Serve, sender: Sender) -> None:
+def test_a_method_of_a_django_view_that_is_named_like_one_of_drf_is_not_called(
+    serve: Serve, sender: Sender
+) -> None:
     class Missing(View):
         def handle_exception(self, error: Exception) -> HttpResponse:
             return HttpResponse(status=418)
@@ -111,7 +118,9 @@ def test_an_unknown_option_is_named(options: dict[str, Any]) -> None:
         idempotent(**options)
 
 
-def test_an_exception_is_put_before_the_handler_of_the_framework_once(serve: Serve, sender: Sender) -> None:
+def test_an_exception_is_put_before_the_handler_of_the_framework_once(
+    serve: Serve, sender: Sender
+) -> None:
     asked: list[Exception] = []
 
     class Refuses(APIView):
@@ -134,7 +143,9 @@ def test_an_exception_is_put_before_the_handler_of_the_framework_once(serve: Ser
     assert not IdempotencyKey.objects.exists()
 
 
-def test_a_500_of_the_framework_after_a_phase_is_the_error_of_the_view(serve: Serve, sender: Sender) -> None:
+def test_a_500_of_the_framework_after_a_phase_is_the_error_of_the_view(
+    serve: Serve, sender: Sender
+) -> None:
     class Fails(APIView):
         authentication_classes = ()
 
@@ -159,7 +170,9 @@ def test_a_refusal_that_is_not_stored_claims_the_key_once(
 ) -> None:
     claimed: list[Any] = []
     real = claims.claim_plain
-    monkeypatch.setattr(claims, "claim_plain", lambda *args, **options: claimed.append(1) or real(*args, **options))
+    monkeypatch.setattr(
+        claims, "claim_plain", lambda *args, **options: claimed.append(1) or real(*args, **options)
+    )
 
     class Refuses(APIView):
         authentication_classes = ()

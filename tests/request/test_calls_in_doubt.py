@@ -1,4 +1,5 @@
-"""A call in doubt cannot be bypassed: not by a phase, by a call to another service, or by an operator."""
+"""A call in doubt cannot be bypassed: not by a phase, by a call to another service, or by an
+operator."""
 
 import asyncio
 import re
@@ -72,7 +73,9 @@ def stuck_code() -> str:
 
 
 @pytest.mark.parametrize("by", ["its client", "the completer"])
-def test_a_run_that_takes_another_way_is_stopped(by: str, serve: Any, sender: Sender, charged: list[str]) -> None:
+def test_a_run_that_takes_another_way_is_stopped(
+    by: str, serve: Any, sender: Sender, charged: list[str]
+) -> None:
     rooms = [1]
 
     def book(key: Any) -> None:
@@ -93,7 +96,9 @@ def test_a_run_that_takes_another_way_is_stopped(by: str, serve: Any, sender: Se
 
 
 @pytest.mark.parametrize("end", [TimeoutError("no answer"), Killed()], ids=["no answer", "killed"])
-def test_another_service_is_not_asked_instead(end: BaseException, serve: Any, sender: Sender, charged: list[str]) -> None:
+def test_another_service_is_not_asked_instead(
+    end: BaseException, serve: Any, sender: Sender, charged: list[str]
+) -> None:
     def pay(key: Any) -> None:
         try:
             charge(key, "payment by A", charged, end)
@@ -110,8 +115,11 @@ def test_another_service_is_not_asked_instead(end: BaseException, serve: Any, se
     assert "'payment by A'" in IdempotencyKey.objects.get().stuck_reason
 
 
-def test_a_doubt_outlives_the_retries_inside_the_process(serve: Any, sender: Sender, charged: list[str]) -> None:
-    """After a serialization failure the view runs again, and this time it skips the first service."""
+def test_a_doubt_outlives_the_retries_inside_the_process(
+    serve: Any, sender: Sender, charged: list[str]
+) -> None:
+    """After a serialization failure the view runs again, and this time it skips the first
+    service."""
     broken: list[str] = []
 
     def pay(key: Any) -> None:
@@ -128,7 +136,9 @@ def test_a_doubt_outlives_the_retries_inside_the_process(serve: Any, sender: Sen
     assert (charged, stuck_code()) == (["payment by A"], "call_in_doubt")
 
 
-def test_a_service_that_refused_and_one_that_is_under_way_are_no_doubt(serve: Any, sender: Sender, charged: list[str]) -> None:
+def test_a_service_that_refused_and_one_that_is_under_way_are_no_doubt(
+    serve: Any, sender: Sender, charged: list[str]
+) -> None:
     def pay(key: Any) -> None:
         with key.call("payment", at_most_once=True) as outer:
             charge(key, "text", charged)
@@ -148,7 +158,9 @@ def test_a_service_that_refused_and_one_that_is_under_way_are_no_doubt(serve: An
     }
 
 
-def test_a_result_that_came_late_ends_the_doubt(serve: Any, sender: Sender, charged: list[str]) -> None:
+def test_a_result_that_came_late_ends_the_doubt(
+    serve: Any, sender: Sender, charged: list[str]
+) -> None:
     gate = Gate()
 
     def pay(key: Any) -> None:
@@ -172,11 +184,14 @@ def test_a_result_that_came_late_ends_the_doubt(serve: Any, sender: Sender, char
     assert sender.send().content == b"paid"
 
 
-def test_a_doubt_that_is_over_when_the_call_is_asked_for_is_none(serve: Any, sender: Sender, charged: list[str]) -> None:
+def test_a_doubt_that_is_over_when_the_call_is_asked_for_is_none(
+    serve: Any, sender: Sender, charged: list[str]
+) -> None:
     def pay(key: Any) -> None:
         if key.attempts == 1:
             charge(key, "payment", charged, Killed())
-        DownstreamCall.objects.update(result="paid", recorded_at=Now())  # the late run gets its response
+        # the late run gets its response
+        DownstreamCall.objects.update(result="paid", recorded_at=Now())
         charge(key, "payment", charged)
         finish(key)
 
@@ -210,7 +225,8 @@ def test_a_phase_inside_the_block_of_a_call_is_refused_and_the_result_kept(
 def test_a_run_that_does_not_know_that_it_is_through_makes_no_call(
     serve: Any, sender: Sender, charged: list[str], monkeypatch: Any
 ) -> None:
-    """COMMIT succeeded and its acknowledgement was lost: the view must not make the call that handles a failure."""
+    """COMMIT succeeded and its acknowledgement was lost: the view must not make the call that
+    handles a failure."""
 
     def commit() -> None:
         monkeypatch.undo()
@@ -230,7 +246,9 @@ def test_a_run_that_does_not_know_that_it_is_through_makes_no_call(
     assert charged == []
 
 
-def test_a_run_that_was_given_up_makes_no_call(serve: Any, sender: Sender, charged: list[str]) -> None:
+def test_a_run_that_was_given_up_makes_no_call(
+    serve: Any, sender: Sender, charged: list[str]
+) -> None:
     """An operator reviews a key whose run seems dead; the displayed state must remain true."""
     gate = Gate()
 
@@ -293,7 +311,13 @@ def test_a_result_that_fails_to_become_json_is_never_kept_as_none(
 
 @pytest.mark.parametrize(
     ("result", "kept"),
-    [("a\\u0000b", True), ("a\\\\u0000", True), ("a\0b", False), ("a\\\0b", False), ("\\\\\0", False)],
+    [
+        ("a\\u0000b", True),
+        ("a\\\\u0000", True),
+        ("a\0b", False),
+        ("a\\\0b", False),
+        ("\\\\\0", False),
+    ],
 )
 def test_only_a_real_nul_is_refused(result: str, kept: bool) -> None:
     call = AtMostOnceCall("downstream key")
@@ -312,7 +336,8 @@ def test_a_result_is_kept_when_the_database_comes_back(serve: Any, sender: Sende
             cursor.execute(f'ALTER DATABASE "{name}" WITH ALLOW_CONNECTIONS {value}')
             if not value:
                 cursor.execute(
-                    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s",
+                    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname"
+                    " = %s",
                     [name],
                 )
 
@@ -338,7 +363,8 @@ def test_a_result_is_kept_when_the_database_comes_back(serve: Any, sender: Sende
 
 
 @pytest.mark.parametrize(
-    ("failures", "tries", "end"), [(0, 1, nullcontext()), (2, 3, nullcontext()), (3, 3, pytest.raises(OperationalError))]
+    ("failures", "tries", "end"),
+    [(0, 1, nullcontext()), (2, 3, nullcontext()), (3, 3, pytest.raises(OperationalError))],
 )
 def test_a_write_is_tried_until_it_is_done_and_given_up_when_the_database_stays_away(
     failures: int, tries: int, end: Any
@@ -359,7 +385,8 @@ def test_a_write_is_tried_until_it_is_done_and_given_up_when_the_database_stays_
 def test_a_call_whose_task_is_cancelled_before_its_block_is_no_doubt(
     serve: Any, transactional_db: None, charged: list[str]
 ) -> None:
-    """The thread continues and commits the intent, although the event loop has cancelled the task."""
+    """The thread continues and commits the intent, although the event loop has cancelled the
+    task."""
     gate = Gate()
 
     def hold_the_row() -> None:
@@ -414,13 +441,18 @@ def test_the_admin_answers_what_the_person_saw_on_the_page_with_the_button(
             charge(key, "payment", charged)
         raise OSError("something else is down")
 
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", over_key(pay)), *urlpatterns]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path("view/", over_key(pay)), *urlpatterns]}
+    )
     assert sender.send().status_code == 500
     key, jane = IdempotencyKey.objects.get(), boss()
     page = jane.get(f"{KEYS}{key.pk}/change/").text
     link = unescape(re.search(r'href="([^"]*/press/answer/[^"]*)"', page)[1])  # type: ignore[index]
     question = jane.get(link).text
-    hidden = {name: unescape(value) for name, value in re.findall(r'hidden" name="(seen|at|calls)" value="([^"]*)"', question)}
+    hidden = {
+        name: unescape(value)
+        for name, value in re.findall(r'hidden" name="(seen|at|calls)" value="([^"]*)"', question)
+    }
     up.append(True)
     make_older(400, "created_at", "last_run_at")
     assert complete_once().failed == 1

@@ -1,4 +1,5 @@
-"""``key.call()``: a call with a derived key renews the lease, is recorded before it is made, and is visible to operators."""
+"""``key.call()``: a call with a derived key renews the lease, is recorded before it is made, and is
+visible to operators."""
 
 import re
 from contextlib import suppress
@@ -37,7 +38,9 @@ def finish(key: IdempotencyKey, body: str = "done") -> None:
         phase.set_response(HttpResponse(body))
 
 
-def test_it_gives_the_derived_key_and_is_written_down_before_the_block(serve: Any, sender: Sender) -> None:
+def test_it_gives_the_derived_key_and_is_written_down_before_the_block(
+    serve: Any, sender: Sender
+) -> None:
     seen: list[Any] = []
 
     def pay(key: Any) -> None:
@@ -46,8 +49,17 @@ def test_it_gives_the_derived_key_and_is_written_down_before_the_block(serve: An
         before = IdempotencyKey.objects.get()
         with key.call("charge", valid_seconds=60) as call:
             row = IdempotencyKey.objects.get()
-            seen.append((call.key == derived, before.untouched, row.untouched, row.locked_until > before.locked_until))
-            seen.append((row.call_begun_at is not None, row.history[-1]["event"], row.history[-1]["detail"]))
+            seen.append(
+                (
+                    call.key == derived,
+                    before.untouched,
+                    row.untouched,
+                    row.locked_until > before.locked_until,
+                )
+            )
+            seen.append(
+                (row.call_begun_at is not None, row.history[-1]["event"], row.history[-1]["detail"])
+            )
         finish(key)
 
     serve(view=over_key(pay))
@@ -87,7 +99,12 @@ def test_it_is_neither_a_string_nor_a_call_that_can_be_recorded(serve: Any, send
             with pytest.raises(TypeError, match=r"call\.key"):
                 f"{call}"
             assert call.key not in repr(call)
-            for use in (lambda: call.due, lambda: call.result, lambda: call.record("paid"), lambda: call.retryable()):
+            for use in (
+                lambda: call.due,
+                lambda: call.result,
+                lambda: call.record("paid"),
+                lambda: call.retryable(),
+            ):
                 with pytest.raises(AttributeError, match="at_most_once=True"):
                     use()
         finish(key)
@@ -109,7 +126,8 @@ def test_past_its_validity_nothing_is_begun(serve: Any, sender: Sender) -> None:
 
 @pytest.mark.parametrize("end", ["answered", "taken over", "given up"])
 def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sender) -> None:
-    """The run is paused before its call. Then an operator stores a response, a retry takes over, or the reaper gives up."""
+    """The run is paused before its call. Then an operator stores a response, a retry takes over, or
+    the reaper gives up."""
     gate, charges, conflicts = Gate(), [], []
 
     def pay(key: Any) -> None:
@@ -130,7 +148,9 @@ def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sende
         key = IdempotencyKey.objects.get()
         if end == "answered":
             seen = {"at": key.recovery_point, "calls": interventions.calls_of(key.pk)}
-            assert interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane", **seen)
+            assert interventions.answer(
+                key.pk, key.claim_token, HttpResponse(status=410), by="jane", **seen
+            )
         elif end == "taken over":
             assert sender.send().status_code == 200
         else:
@@ -138,11 +158,17 @@ def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sende
             assert reap_once() == ReapPass(stuck=1)
         gate.open()
         told = late.result(60).status_code
-    assert (told, charges) == {"answered": (410, []), "taken over": (200, [2]), "given up": (409, [])}[end]
+    assert (told, charges) == {
+        "answered": (410, []),
+        "taken over": (200, [2]),
+        "given up": (409, []),
+    }[end]
     assert conflicts == (["key_stuck"] if end == "given up" else [])
 
 
-def test_an_answer_is_refused_when_a_call_was_begun_since_the_person_looked(serve: Any, sender: Sender) -> None:
+def test_an_answer_is_refused_when_a_call_was_begun_since_the_person_looked(
+    serve: Any, sender: Sender
+) -> None:
     before, during = Gate(), Gate()
 
     def pay(key: Any) -> None:
@@ -178,7 +204,9 @@ def test_the_admin_says_which_call_was_begun_and_when(sender: Sender, settings: 
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse("done"))
 
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", over_key(pay)), *urlpatterns]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path("view/", over_key(pay)), *urlpatterns]}
+    )
     sender.send()
     jane, key = Client(), IdempotencyKey.objects.get()
     jane.force_login(UserFactory(is_staff=True, is_superuser=True))
@@ -187,7 +215,9 @@ def test_the_admin_says_which_call_was_begun_and_when(sender: Sender, settings: 
     link = unescape(re.search(r'href="([^"]*/press/answer/[^"]*)"', page)[1])  # type: ignore[index]
     assert re.search(r"call charge begun [\d.]+ m?s ago", jane.get(link).text)
     assert sender.send().status_code == 200
-    assert "call charge begun" not in jane.get(f"{KEYS}{key.pk}/change/").text.replace("<strong>call begun", "")
+    assert "call charge begun" not in jane.get(f"{KEYS}{key.pk}/change/").text.replace(
+        "<strong>call begun", ""
+    )
 
 
 def test_beside_a_call_in_doubt_nothing_is_begun(serve: Any, sender: Sender) -> None:
@@ -281,7 +311,9 @@ def test_on_abandon_makes_a_call_at_most_once(serve: Any, sender: Sender) -> Non
     assert (refunds, sender.send().content) == (["refunded"], b"refund 1")
 
 
-def test_on_abandon_does_not_finish_a_key_whose_call_is_in_doubt(serve: Any, sender: Sender) -> None:
+def test_on_abandon_does_not_finish_a_key_whose_call_is_in_doubt(
+    serve: Any, sender: Sender
+) -> None:
     def give_back(key: IdempotencyKey) -> HttpResponse:
         with suppress(TimeoutError), key.call("refund", at_most_once=True):
             raise TimeoutError

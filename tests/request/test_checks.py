@@ -35,7 +35,11 @@ RIGHT = {"*": "idempotency.contrib.rq.RQBackend", "mail": "tests.kit.jobs.PickyB
 def found(settings, **values):
     """Return the ids of the check messages for these settings, without database checks."""
     settings.IDEMPOTENCY = values
-    return [message.id for message in run_checks(databases=[]) if (message.id or "").startswith("idempotency.")]
+    return [
+        message.id
+        for message in run_checks(databases=[])
+        if (message.id or "").startswith("idempotency.")
+    ]
 
 
 def test_the_defaults_and_right_settings_pass(settings):
@@ -66,11 +70,14 @@ def test_settings_that_are_no_dict_are_an_error(settings):
 
 
 @pytest.mark.parametrize(
-    "path", ["nowhere.Backend", "idempotency.contrib.rq.Nothing", "idempotency.models.StagedJob", "nodots"]
+    "path",
+    ["nowhere.Backend", "idempotency.contrib.rq.Nothing", "idempotency.models.StagedJob", "nodots"],
 )
 def test_a_backend_that_is_none_is_an_error_that_names_it(settings, path):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"mail": path}}
-    [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.E003"]
+    [message] = [
+        message for message in run_checks(databases=[]) if message.id == "idempotency.E003"
+    ]
     assert repr(path) in message.msg
     assert "'mail'" in message.msg
 
@@ -85,27 +92,47 @@ def test_a_backend_that_is_none_is_an_error_that_names_it(settings, path):
         ("idempotency.conf", "it is of type module"),
     ],
 )
-def test_a_dotted_path_to_nothing_that_can_be_called_is_an_error_that_names_it(settings, name, path, problem):
+def test_a_dotted_path_to_nothing_that_can_be_called_is_an_error_that_names_it(
+    settings, name, path, problem
+):
     assert found(settings, **{name: path}) == ["idempotency.E012"]
-    [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.E012"]
+    [message] = [
+        message for message in run_checks(databases=[]) if message.id == "idempotency.E012"
+    ]
     assert f"IDEMPOTENCY[{name!r}] is {path!r}, which cannot be called: {problem}" in message.msg
 
 
 def test_a_class_of_validators_is_an_error_since_it_would_take_every_key(settings):
-    assert found(settings, KEY_VALIDATOR="django.core.validators.RegexValidator") == ["idempotency.E012"]
+    assert found(settings, KEY_VALIDATOR="django.core.validators.RegexValidator") == [
+        "idempotency.E012"
+    ]
     assert found(settings, KEY_VALIDATOR=RegexValidator) == ["idempotency.E001"]
-    assert found(settings, KEY_VALIDATOR=RegexValidator("^[a-z]$"), ERROR_RENDERER=render_error) == []
+    assert (
+        found(settings, KEY_VALIDATOR=RegexValidator("^[a-z]$"), ERROR_RENDERER=render_error) == []
+    )
 
 
 def test_a_callable_and_its_dotted_path_are_right(settings):
-    assert found(settings, ERROR_RENDERER="idempotency.contrib.stripe_errors.render", PREPARE_REQUEST=print) == []
-    assert found(settings, KEY_VALIDATOR="django.core.validators.validate_slug", PREPARE_REQUEST=None) == []
+    assert (
+        found(
+            settings,
+            ERROR_RENDERER="idempotency.contrib.stripe_errors.render",
+            PREPARE_REQUEST=print,
+        )
+        == []
+    )
+    assert (
+        found(settings, KEY_VALIDATOR="django.core.validators.validate_slug", PREPARE_REQUEST=None)
+        == []
+    )
 
 
 @pytest.mark.parametrize("value", [True, "storage"])
 def test_a_confirmation_that_no_database_can_give_is_a_warning(settings, value):
     vendor = connections["default"].vendor
-    assert found(settings, CONFIRM_REPLICATED=value) == (["idempotency.W014"] if vendor == "sqlite" else [])
+    assert found(settings, CONFIRM_REPLICATED=value) == (
+        ["idempotency.W014"] if vendor == "sqlite" else []
+    )
 
 
 def test_a_completer_that_may_meet_the_client_is_a_warning(settings):
@@ -124,7 +151,12 @@ def test_a_database_without_the_promises_is_an_error(settings, monkeypatch):
     dummy = connections.configure_settings({"default": {}, "elsewhere": {}})["elsewhere"]
     monkeypatch.setitem(connections.settings, "elsewhere", dummy)
     settings.DATABASE_ROUTERS = ["tests.request.test_checks.KeysElsewhere"]
-    assert set(found(settings)) == {"idempotency.E002", "idempotency.E009", "idempotency.W011", "idempotency.W020"}
+    assert set(found(settings)) == {
+        "idempotency.E002",
+        "idempotency.E009",
+        "idempotency.W011",
+        "idempotency.W020",
+    }
 
 
 class MessagesElsewhere:
@@ -151,7 +183,9 @@ def test_the_checks_ask_no_database():
 
 def said(settings, *views, **values):
     """Return the ids of the check messages for these views."""
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path(f"{number}/", view) for number, view in enumerate(views)]})
+    settings.ROOT_URLCONF = type(
+        "Urls", (), {"urlpatterns": [path(f"{number}/", view) for number, view in enumerate(views)]}
+    )
     return found(settings, **values)
 
 
@@ -166,9 +200,14 @@ class Answering(View):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_no_kind_of_view_is_a_false_alarm(kind, settings, monkeypatch):
-    patterns = [pattern for phased in (False, True) for pattern in kind.patterns(Job(work=None, options={}, phased=phased))]
+    patterns = [
+        pattern
+        for phased in (False, True)
+        for pattern in kind.patterns(Job(work=None, options={}, phased=phased))
+    ]
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
-    notes = {"idempotency.I002"} if kind.name.startswith("Ninja") else set()  # the token cannot be checked again
+    # the token cannot be checked again
+    notes = {"idempotency.I002"} if kind.name.startswith("Ninja") else set()
     assert set(found(settings)) == notes
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
     assert set(found(settings)) == notes
@@ -177,7 +216,9 @@ def test_no_kind_of_view_is_a_false_alarm(kind, settings, monkeypatch):
 
 
 def test_a_completer_that_comes_after_the_reaper_is_a_warning(settings):
-    assert found(settings, COMPLETER_MIN_AGE_SECONDS=24 * 3600, RETENTION_HOURS=24) == ["idempotency.W002"]
+    assert found(settings, COMPLETER_MIN_AGE_SECONDS=24 * 3600, RETENTION_HOURS=24) == [
+        "idempotency.W002"
+    ]
 
 
 def test_a_database_without_autocommit_is_an_error(settings, monkeypatch):
@@ -185,27 +226,42 @@ def test_a_database_without_autocommit_is_an_error(settings, monkeypatch):
     assert found(settings) == ["idempotency.E006"]
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("rq.RQBackend", "W003"), ("tasks.TasksBackend", "E004")])
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("rq.RQBackend", "W003"), ("tasks.TasksBackend", "E004")]
+)
 def test_a_backend_without_its_app_is_found(settings, name, wanted):
     backend = {"*": f"idempotency.contrib.{name}"}
     assert found(settings, ENQUEUERS=backend) == []
-    settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app not in ("django_rq", "django_tasks_db")]
+    settings.INSTALLED_APPS = [
+        app for app in settings.INSTALLED_APPS if app not in ("django_rq", "django_tasks_db")
+    ]
     assert found(settings, ENQUEUERS=backend) == [f"idempotency.{wanted}"]
 
 
 def test_a_database_that_is_none_is_an_error(settings):
     assert said(settings, idempotent(using="elsewhere")(answer)) == ["idempotency.E005"]
-    assert said(settings, idempotent(using="default")(answer), idempotent(using=lambda request: "elsewhere")(answer)) == []
+    assert (
+        said(
+            settings,
+            idempotent(using="default")(answer),
+            idempotent(using=lambda request: "elsewhere")(answer),
+        )
+        == []
+    )
 
 
 def test_dispatch_of_a_class_that_checks_access_is_an_error(settings):
     whole = method_decorator(idempotent, name="dispatch")
     checked = whole(type("Checked", (LoginRequiredMixin, Answering), {}))
     assert said(settings, checked.as_view()) == ["idempotency.E007"]
-    assert said(settings, whole(type("Rest", (APIView,), {"post": answer})).as_view()) == ["idempotency.E007"]
+    assert said(settings, whole(type("Rest", (APIView,), {"post": answer})).as_view()) == [
+        "idempotency.E007"
+    ]
     assert said(settings, whole(type("Unchecked", (Answering,), {})).as_view()) == []
     # A mixin may check nothing in dispatch().
-    assert said(settings, whole(type("CheckedInPost", (AccessMixin, Answering), {})).as_view()) == []
+    assert (
+        said(settings, whole(type("CheckedInPost", (AccessMixin, Answering), {})).as_view()) == []
+    )
 
 
 def in_transaction(**options):
@@ -215,7 +271,11 @@ def in_transaction(**options):
 
 
 @pytest.mark.parametrize(
-    "view", [transaction.atomic(idempotent(recovery_points=[])(answer)), in_transaction(recovery_points=[])]
+    "view",
+    [
+        transaction.atomic(idempotent(recovery_points=[])(answer)),
+        in_transaction(recovery_points=[]),
+    ],
 )
 def test_a_transaction_around_a_phased_view_is_an_error(settings, view):
     assert said(settings, view) == ["idempotency.E008"]
@@ -223,17 +283,27 @@ def test_a_transaction_around_a_phased_view_is_an_error(settings, view):
 
 @pytest.mark.postgres  # CONFIRM_REPLICATED is a warning on SQLite.
 @pytest.mark.parametrize("view", [transaction.atomic(idempotent(answer)), in_transaction()])
-def test_a_transaction_around_a_plain_view_is_an_error_only_if_commits_are_confirmed(settings, view):
+def test_a_transaction_around_a_plain_view_is_an_error_only_if_commits_are_confirmed(
+    settings, view
+):
     assert said(settings, view) == []
     assert said(settings, view, CONFIRM_REPLICATED="storage") == ["idempotency.E008"]
 
 
 def test_a_transaction_elsewhere_is_none(settings):
-    assert said(settings, idempotent(transaction.atomic(answer)), transaction.atomic("other")(idempotent(answer))) == []
+    assert (
+        said(
+            settings,
+            idempotent(transaction.atomic(answer)),
+            transaction.atomic("other")(idempotent(answer)),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
-    "view", [require_GET(idempotent(answer)), type("Gets", (View,), {"get": idempotent(answer)}).as_view()]
+    "view",
+    [require_GET(idempotent(answer)), type("Gets", (View,), {"get": idempotent(answer)}).as_view()],
 )
 def test_a_view_for_safe_methods_alone_is_a_warning(settings, view):
     assert said(settings, view) == ["idempotency.W004"]
@@ -242,7 +312,9 @@ def test_a_view_for_safe_methods_alone_is_a_warning(settings, view):
 @pytest.mark.parametrize("protect", [lambda view: view, login_required, require_POST, csrf_exempt])
 def test_a_login_view_without_a_scope_is_a_warning(settings, protect):
     for scope in (None, scopes.user_or_session):
-        assert said(settings, protect(idempotent(scope=scope)(LoginView.as_view()))) == ["idempotency.W005"]
+        assert said(settings, protect(idempotent(scope=scope)(LoginView.as_view()))) == [
+            "idempotency.W005"
+        ]
     assert said(settings, protect(idempotent(scope=scopes.session)(LoginView.as_view()))) == []
 
 
@@ -273,14 +345,20 @@ def test_a_sender_whom_the_completer_cannot_name_is_a_warning(settings, scope, w
     phased = idempotent(scope=scope, recovery_points=[], keep=["tenant", "tenant.pk"])(answer)
     assert said(settings, phased) == wanted
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": print}
-    assert [message.id for message in run_checks(databases=[]) if message.id == "idempotency.W009"] == []
+    assert [
+        message.id for message in run_checks(databases=[]) if message.id == "idempotency.W009"
+    ] == []
 
 
-@pytest.mark.parametrize(("engine", "wanted"), [("signed_cookies", ["idempotency.E011"]), ("db", [])])
+@pytest.mark.parametrize(
+    ("engine", "wanted"), [("signed_cookies", ["idempotency.E011"]), ("db", [])]
+)
 def test_the_session_as_scope_needs_sessions_that_can_be_told_apart(settings, engine, wanted):
     settings.SESSION_ENGINE = f"django.contrib.sessions.backends.{engine}"
     assert said(settings, idempotent(scope=scopes.session)(answer)) == wanted
-    assert said(settings, idempotent(answer), idempotent(scope=scopes.user)(answer)) == [], "all may be signed in"
+    assert said(settings, idempotent(answer), idempotent(scope=scopes.user)(answer)) == [], (
+        "all may be signed in"
+    )
 
 
 def test_a_middleware_of_the_project_may_say_who_asks(settings):
@@ -306,7 +384,9 @@ def test_methods_that_lose_their_transaction_are_a_warning(settings, monkeypatch
     assert said(settings, HalfProtected.as_view()) == []
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
     assert said(settings, HalfProtected.as_view(), idempotent(answer)) == ["idempotency.W008"]
-    [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.W008"]
+    [message] = [
+        message for message in run_checks(databases=[]) if message.id == "idempotency.W008"
+    ]
     assert "runs POST outside" in message.msg
 
 
@@ -321,9 +401,17 @@ def test_a_retention_without_effect_is_a_warning(settings):
 @pytest.mark.parametrize("setting", ["PHASE_ISOLATION", "PLAIN_ISOLATION"])
 def test_a_level_beside_that_of_the_other_transactions_is_a_warning(settings, setting):
     def found():
-        return [message.id for message in run_checks(databases=["default"]) if message.id == "idempotency.W017"]
+        return [
+            message.id
+            for message in run_checks(databases=["default"])
+            if message.id == "idempotency.W017"
+        ]
 
-    for level, wanted in ((None, []), ("read committed", []), ("serializable", ["idempotency.W017"])):
+    for level, wanted in (
+        (None, []),
+        ("read committed", []),
+        ("serializable", ["idempotency.W017"]),
+    ):
         settings.IDEMPOTENCY = {setting: level}
         assert found() == wanted
     with default_isolation("serializable"):
@@ -333,7 +421,11 @@ def test_a_level_beside_that_of_the_other_transactions_is_a_warning(settings, se
 def deployed():
     """Return the ids of the additional messages of ``check --deploy``."""
     every = {message.id for message in run_checks(include_deployment_checks=True, databases=[])}
-    return {name for name in every - {message.id for message in run_checks(databases=[])} if name.startswith("idempotency.")}
+    return {
+        name
+        for name in every - {message.id for message in run_checks(databases=[])}
+        if name.startswith("idempotency.")
+    }
 
 
 def test_deployment_is_looked_at_when_asked(monkeypatch):
@@ -347,7 +439,9 @@ def test_deployment_is_looked_at_when_asked(monkeypatch):
 
 def test_every_check_is_documented():
     root = Path(__file__).parents[2]
-    documented = re.findall(r"^\| `(idempotency\.[EWI]\d{3})` \|", (root / "docs" / "reference.md").read_text(), re.M)
+    documented = re.findall(
+        r"^\| `(idempotency\.[EWI]\d{3})` \|", (root / "docs" / "reference.md").read_text(), re.M
+    )
     assert documented == sorted(set(documented))
     modules = (
         "checks/jobs.py",
@@ -358,7 +452,9 @@ def test_every_check_is_documented():
         "_engine/database_product.py",
     )
     code = "".join((root / "idempotency" / name).read_text() for name in modules)
-    assert set(documented) == set(re.findall(r'(?:id=|CHECK_ID = )"(idempotency\.[EWI]\d{3})"', code))
+    assert set(documented) == set(
+        re.findall(r'(?:id=|CHECK_ID = )"(idempotency\.[EWI]\d{3})"', code)
+    )
 
 
 class UsersElsewhere:
@@ -370,10 +466,22 @@ class UsersElsewhere:
 
 def test_users_in_another_database_than_the_keys_are_a_warning(settings, monkeypatch):
     monkeypatch.setitem(connections.settings, "other", connections.settings["default"])
-    views = [idempotent(answer), idempotent(scope=scopes.user)(answer), idempotent(recovery_points=[])(answer)]
+    views = [
+        idempotent(answer),
+        idempotent(scope=scopes.user)(answer),
+        idempotent(recovery_points=[])(answer),
+    ]
     assert said(settings, *views) == []
     settings.DATABASE_ROUTERS = [UsersElsewhere()]
     assert said(settings, *views) == ["idempotency.W011"] * 3
     apart = scopes.joined(scopes.attribute("tenant.pk"), scopes.user)
     named = [idempotent(scope=scope)(answer) for scope in (scopes.session, apart)]
-    assert said(settings, *named, idempotent(using="other")(answer), idempotent(using=lambda request: "default")(answer)) == []
+    assert (
+        said(
+            settings,
+            *named,
+            idempotent(using="other")(answer),
+            idempotent(using=lambda request: "default")(answer),
+        )
+        == []
+    )

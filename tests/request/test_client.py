@@ -1,4 +1,5 @@
-"""The client sends one key and the same bytes in all attempts, to a real server that simulates failures of the network."""
+"""The client sends one key and the same bytes in all attempts, to a real server that simulates
+failures of the network."""
 
 import asyncio
 import gzip
@@ -27,7 +28,17 @@ from idempotency.client import (
     make_client,
     make_session,
 )
-from tests.kit.faulty_service import CUT_AFTER, CUT_BEFORE, CUT_IN_BODY, PROBLEM, SILENCE, FaultyService, Step, problem, serving
+from tests.kit.faulty_service import (
+    CUT_AFTER,
+    CUT_BEFORE,
+    CUT_IN_BODY,
+    PROBLEM,
+    SILENCE,
+    FaultyService,
+    Step,
+    problem,
+    serving,
+)
 
 FAST = Retries(deadline_seconds=60, first_pause_seconds=0.001, longest_pause_seconds=0.002)
 
@@ -56,7 +67,9 @@ def send_async(method: str, url: str, retries: Retries = FAST, **options: Any) -
     return asyncio.run(send())
 
 
-def send_by_requests(method: str, url: str, retries: Retries = FAST, content: Any = None, **options: Any) -> requests.Response:
+def send_by_requests(
+    method: str, url: str, retries: Retries = FAST, content: Any = None, **options: Any
+) -> requests.Response:
     with make_session(retries) as session:
         session.trust_env = False
         return session.request(method, url, data=content, **options)
@@ -79,11 +92,17 @@ def send(request: pytest.FixtureRequest) -> Send:
         (423, {"Retry-After": "0"}, b""),
         problem(409, True),
         problem(400, True),
-        (409, PROBLEM | {"Content-Encoding": "gzip"}, gzip.compress(b'{"retryable": true}', mtime=0)),
+        (
+            409,
+            PROBLEM | {"Content-Encoding": "gzip"},
+            gzip.compress(b'{"retryable": true}', mtime=0),
+        ),
     ],
     ids=str,
 )
-def test_what_may_succeed_is_sent_again_with_its_key(service: FaultyService, send: Send, step: Step) -> None:
+def test_what_may_succeed_is_sent_again_with_its_key(
+    service: FaultyService, send: Send, step: Step
+) -> None:
     service.script = [step]
 
     answer = send("POST", service.url, content=b"book")
@@ -118,7 +137,14 @@ def test_what_would_fail_again_stands(service: FaultyService, send: Send, step: 
 
 
 def test_over_many_faults_the_work_is_done_once(service: FaultyService, send: Send) -> None:
-    service.script = [CUT_BEFORE, problem(503, True), CUT_AFTER, problem(409, True), CUT_IN_BODY, (500, {}, b"")]
+    service.script = [
+        CUT_BEFORE,
+        problem(503, True),
+        CUT_AFTER,
+        problem(409, True),
+        CUT_IN_BODY,
+        (500, {}, b""),
+    ]
 
     assert send("POST", service.url, json={"a": 1}).content.replace(b" ", b"") == b'done0:{"a":1}'
     assert len(service.done) == 1
@@ -159,7 +185,10 @@ def test_retry_after_is_waited_for_in_seconds(service: FaultyService, send: Send
 
 
 def test_retry_after_is_a_date_on_the_clock_of_the_server(service: FaultyService) -> None:
-    dates = {"Date": "Wed, 21 Oct 2015 07:28:00 GMT", "Retry-After": "Wed, 21 Oct 2015 07:28:01 GMT"}
+    dates = {
+        "Date": "Wed, 21 Oct 2015 07:28:00 GMT",
+        "Retry-After": "Wed, 21 Oct 2015 07:28:01 GMT",
+    }
     service.script = [(503, dates, b"")]
     began = time.monotonic()
 
@@ -167,8 +196,13 @@ def test_retry_after_is_a_date_on_the_clock_of_the_server(service: FaultyService
     assert 1 <= time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("value", ["", "soon", "-5", "nan", "Wed, 99 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:00 GMT"])
-def test_a_retry_after_that_says_nothing_holds_nobody_up(service: FaultyService, value: str) -> None:
+@pytest.mark.parametrize(
+    "value",
+    ["", "soon", "-5", "nan", "Wed, 99 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:00 GMT"],
+)
+def test_a_retry_after_that_says_nothing_holds_nobody_up(
+    service: FaultyService, value: str
+) -> None:
     service.script = [(503, {"Retry-After": value}, b"")]
 
     assert send_sync("POST", service.url).status_code == 201
@@ -188,7 +222,8 @@ def test_whoever_is_told_to_come_back_after_the_deadline_gives_up_at_once(
 
 @pytest.fixture
 def only_pauses_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advance the clock of the client only in its pauses, which have their maximum length and return immediately."""
+    """Advance the clock of the client only in its pauses, which have their maximum length and
+    return immediately."""
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -199,7 +234,9 @@ def only_pauses_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
         sleep(seconds)
 
     rules = "idempotency.client._rules"
-    monkeypatch.setattr(f"{rules}.time", SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns))
+    monkeypatch.setattr(
+        f"{rules}.time", SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns)
+    )
     monkeypatch.setattr(f"{rules}.random", SimpleNamespace(uniform=lambda least, most: most))
     for module in ("_httpx", "_requests"):
         monkeypatch.setattr(f"idempotency.client.{module}.time", SimpleNamespace(sleep=sleep))
@@ -207,11 +244,17 @@ def only_pauses_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only_pauses_take_time")
-def test_after_the_deadline_the_last_error_is_raised_with_the_key_to_ask_with_later(service: FaultyService, send: Send) -> None:
+def test_after_the_deadline_the_last_error_is_raised_with_the_key_to_ask_with_later(
+    service: FaultyService, send: Send
+) -> None:
     service.script = [CUT_AFTER] * 10_000
 
     with pytest.raises((httpx.RemoteProtocolError, requests.ConnectionError)) as caught:
-        send("POST", service.url, Retries(deadline_seconds=100, first_pause_seconds=20, longest_pause_seconds=40))
+        send(
+            "POST",
+            service.url,
+            Retries(deadline_seconds=100, first_pause_seconds=20, longest_pause_seconds=40),
+        )
 
     service.script = []
     assert len(service.heard) == 3, "at 0, 20 and 60 seconds; the next would come at 100"
@@ -220,7 +263,9 @@ def test_after_the_deadline_the_last_error_is_raised_with_the_key_to_ask_with_la
 
 
 @pytest.mark.usefixtures("only_pauses_take_time")
-def test_after_the_last_attempt_the_last_answer_is_returned(service: FaultyService, send: Send) -> None:
+def test_after_the_last_attempt_the_last_answer_is_returned(
+    service: FaultyService, send: Send
+) -> None:
     service.script = [(503, {}, b"busy")] * 10_000
 
     answer = send("POST", service.url, Retries(deadline_seconds=3600, max_attempts=4))
@@ -228,7 +273,9 @@ def test_after_the_last_attempt_the_last_answer_is_returned(service: FaultyServi
     assert (answer.status_code, answer.content, len(service.heard)) == (503, b"busy", 4)
 
 
-def test_a_server_that_says_nothing_is_not_waited_for_beyond_the_deadline(service: FaultyService, send: Send) -> None:
+def test_a_server_that_says_nothing_is_not_waited_for_beyond_the_deadline(
+    service: FaultyService, send: Send
+) -> None:
     service.script = [SILENCE]
     began = time.monotonic()
 
@@ -238,7 +285,9 @@ def test_a_server_that_says_nothing_is_not_waited_for_beyond_the_deadline(servic
     assert time.monotonic() - began < 10
 
 
-def test_each_call_has_a_key_of_its_own_and_the_later_key_is_greater(service: FaultyService, send: Send) -> None:
+def test_each_call_has_a_key_of_its_own_and_the_later_key_is_greater(
+    service: FaultyService, send: Send
+) -> None:
     for method in ("POST", "PUT", "PATCH", "DELETE"):
         send(method, service.url)
 
@@ -317,7 +366,9 @@ async def async_parts() -> AsyncIterator[bytes]:
     ],
     ids=lambda value: value.__name__,
 )
-def test_a_body_that_can_be_read_once_is_sent_whole_each_time(service: FaultyService, send: Send, content: Any) -> None:
+def test_a_body_that_can_be_read_once_is_sent_whole_each_time(
+    service: FaultyService, send: Send, content: Any
+) -> None:
     service.script = [CUT_BEFORE, (503, {}, b"")]
 
     send("POST", service.url, content=content())
@@ -368,7 +419,9 @@ def test_a_mount_does_not_lead_around_the_retries(service: FaultyService) -> Non
         assert client.post(service.url).status_code == 201
 
     async def send() -> int:
-        async with make_async_client(FAST, mounts={"http://": httpx.AsyncHTTPTransport(), "https://": None}) as client:
+        async with make_async_client(
+            FAST, mounts={"http://": httpx.AsyncHTTPTransport(), "https://": None}
+        ) as client:
             return (await client.post(service.url)).status_code
 
     service.script = [(503, {}, b"")]
@@ -425,7 +478,13 @@ def test_a_transport_may_read_the_answer_itself(service: FaultyService) -> None:
 def test_a_request_that_cannot_be_sent_is_not_tried_for_long(send: Send, url: str) -> None:
     began = time.monotonic()
 
-    with pytest.raises((httpx.UnsupportedProtocol, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema)):
+    with pytest.raises(
+        (
+            httpx.UnsupportedProtocol,
+            requests.exceptions.InvalidSchema,
+            requests.exceptions.MissingSchema,
+        )
+    ):
         send("POST", url)
 
     assert time.monotonic() - began < 10
@@ -439,12 +498,15 @@ assert not {{"httpx", "requests", "django"}} & sys.modules.keys()
 idempotency.client.{used}()
 print(*sorted({{"httpx", "requests", "django"}} & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
     assert done.stdout.split() == [{"make_client": "httpx", "make_session": "requests"}[used]]
 
 
 @pytest.mark.parametrize(
-    ("name", "library", "extra"), [("make_client", "httpx", "client"), ("make_session", "requests", "requests")]
+    ("name", "library", "extra"),
+    [("make_client", "httpx", "client"), ("make_session", "requests", "requests")],
 )
 def test_the_error_of_a_missing_library_names_its_extra(
     name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,8 @@ def first(view: views.View) -> Counts:
 
 
 def replay(view: views.View) -> Counts:
-    """Return the costs of a repeated request, after PostgreSQL has pruned the page that the first request wrote."""
+    """Return the costs of a repeated request, after PostgreSQL has pruned the page that the first
+    request wrote."""
     for _ in range(3):
         view(views.request("again"))
     request = views.request("again")
@@ -116,7 +117,9 @@ def test_call_under_a_derived_key_is_one_statement_more() -> None:
             pass
 
     cost = len(first(views.ride).statements)
-    with patch.object(views, "charge", lambda: with_a_call(cast(IdempotencyKey, current_key.get()))):
+    with patch.object(
+        views, "charge", lambda: with_a_call(cast(IdempotencyKey, current_key.get()))
+    ):
         counts = first(views.ride)
     assert (len(counts.statements), counts.commits) == (cost + 1, 5)
     assert (counts.updates, counts.hot_updates) == (4, 3)
@@ -131,8 +134,12 @@ def test_replay_of_a_phased_view_is_one_statement() -> None:
     assert len(replay(views.ride).statements) == 1
 
 
-@pytest.mark.parametrize(("view", "statements"), [(views.plain, 2), (views.ride, 1)], ids=["plain", "ride"])
-def test_confirmed_replay_is_one_statement_more(view: views.View, statements: int, settings: Settings) -> None:
+@pytest.mark.parametrize(
+    ("view", "statements"), [(views.plain, 2), (views.ride, 1)], ids=["plain", "ride"]
+)
+def test_confirmed_replay_is_one_statement_more(
+    view: views.View, statements: int, settings: Settings
+) -> None:
     for value, more in ((False, 0), ("storage", 1)):
         settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": value}
         counts = replay(view)
@@ -141,7 +148,9 @@ def test_confirmed_replay_is_one_statement_more(view: views.View, statements: in
 
 
 @pytest.mark.parametrize("view", [views.plain, views.ride], ids=["plain", "ride"])
-def test_confirmation_adds_no_statement_to_a_first_request(view: views.View, settings: Settings) -> None:
+def test_confirmation_adds_no_statement_to_a_first_request(
+    view: views.View, settings: Settings
+) -> None:
     costs = len(first(view).statements)
     settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": "storage"}
     assert len(first(view).statements) == costs

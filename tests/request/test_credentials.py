@@ -1,5 +1,5 @@
-"""Credentials in the query and in the headers of a response: they are not in the table, and the completer does not run without
-them."""
+"""Credentials in the query and in the headers of a response: they are not in the table, and the
+completer does not run without them."""
 
 import json
 from collections.abc import Callable
@@ -30,33 +30,58 @@ def everything_stored() -> str:
     """Return the whole content of the table of keys, as text."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT * FROM idempotency_idempotencykey")
-        return repr([[bytes(value) if isinstance(value, memoryview) else value for value in row] for row in cursor.fetchall()])
+        return repr(
+            [
+                [bytes(value) if isinstance(value, memoryview) else value for value in row]
+                for row in cursor.fetchall()
+            ]
+        )
 
 
 @both_kinds
 @pytest.mark.parametrize(
     "name",
-    ["api_key", "apikey", "api-key", "apiKey", "X-Api-Key", "access_token", "token", "api%5Fkey", "a[api_key]", "api_key[]"],
+    [
+        "api_key",
+        "apikey",
+        "api-key",
+        "apiKey",
+        "X-Api-Key",
+        "access_token",
+        "token",
+        "api%5Fkey",
+        "a[api_key]",
+        "api_key[]",
+    ],
 )
-def test_a_credential_in_the_query_is_nowhere_in_the_table(kind: Kind, name: str, serve: Serve, sender: Sender) -> None:
+def test_a_credential_in_the_query_is_nowhere_in_the_table(
+    kind: Kind, name: str, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()))
     url = f"/view/?page=%41+b&{name}={SECRET}&key=1&flag"
     assert sender.send(url).status_code == 201
     assert SECRET not in everything_stored()
-    assert IdempotencyKey.objects.get().request_path == f"/view/?page=%41+b&{name}=not-stored&key=1&flag"
+    assert (
+        IdempotencyKey.objects.get().request_path
+        == f"/view/?page=%41+b&{name}=not-stored&key=1&flag"
+    )
     assert sender.send(url)["Idempotent-Replayed"] == "true"
     assert problem(sender.send(url.replace(SECRET, "hunter3")))["code"] == "key_reused"
     assert work.runs == 1
 
 
-@pytest.mark.parametrize("query", ["page=2&page_token=a", "token", "api_key=", "%&&=&[]=1", "key=1;api_key=1"])
+@pytest.mark.parametrize(
+    "query", ["page=2&page_token=a", "token", "api_key=", "%&&=&[]=1", "key=1;api_key=1"]
+)
 def test_another_query_is_stored_as_it_came(query: str, serve: Serve, sender: Sender) -> None:
     serve(view=plain(Counted()))
     assert sender.send(f"/view/?{query}").status_code == 201
     assert IdempotencyKey.objects.get().request_path == f"/view/?{query}"
 
 
-def test_a_credential_cannot_be_guessed_from_the_fingerprint(serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_a_credential_cannot_be_guessed_from_the_fingerprint(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
     serve(view=plain(Counted()))
     prints = []
     for settings.SECRET_KEY in ("one secret", "another secret"):
@@ -67,14 +92,23 @@ def test_a_credential_cannot_be_guessed_from_the_fingerprint(serve: Serve, sende
 
 
 @both_kinds
-def test_a_credential_in_a_header_of_the_response_is_sent_and_not_stored(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_a_credential_in_a_header_of_the_response_is_sent_and_not_stored(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
-        headers = {"X-Auth-Token": SECRET, "Access-Token": SECRET, "Authorization": SECRET, "X-Page-Token": "kept"}
+        headers = {
+            "X-Auth-Token": SECRET,
+            "Access-Token": SECRET,
+            "Authorization": SECRET,
+            "X-Page-Token": "kept",
+        }
         return HttpResponse(status=201, headers=headers)
 
     serve(view=kind(work))
     first, again = (sender.send() for _ in range(2))
-    assert [first[name] for name in ("X-Auth-Token", "Access-Token", "Authorization")] == [SECRET] * 3
+    assert [first[name] for name in ("X-Auth-Token", "Access-Token", "Authorization")] == [
+        SECRET
+    ] * 3
     assert SECRET not in everything_stored()
     assert (again["Idempotent-Replayed"], again["X-Page-Token"]) == ("true", "kept")
     assert {"X-Auth-Token", "Access-Token", "Authorization"}.isdisjoint(again.headers)
@@ -106,7 +140,9 @@ def failing_once(**options: Any) -> Any:
     return phased(work, **options)
 
 
-def test_the_completer_does_not_run_a_request_without_its_credential(serve: Serve, sender: Sender) -> None:
+def test_the_completer_does_not_run_a_request_without_its_credential(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=failing_once())
     url = f"/view/?api_key={SECRET}&page=1"
     assert sender.send(url).status_code == 500
@@ -118,7 +154,9 @@ def test_the_completer_does_not_run_a_request_without_its_credential(serve: Serv
     assert IdempotencyKey.objects.finished().count() == 1
 
 
-def test_a_request_without_its_credential_is_left_to_on_abandon(serve: Serve, sender: Sender) -> None:
+def test_a_request_without_its_credential_is_left_to_on_abandon(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=failing_once(on_abandon=lambda key: HttpResponse(status=410)))
     url = f"/view/?api_key={SECRET}"
     assert sender.send(url).status_code == 500
@@ -129,7 +167,9 @@ def test_a_request_without_its_credential_is_left_to_on_abandon(serve: Serve, se
     assert sender.send(url).status_code == 410
 
 
-def test_no_page_shows_the_credential_and_curl_says_what_is_missing(serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_no_page_shows_the_credential_and_curl_says_what_is_missing(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
     urls = settings.ROOT_URLCONF
     serve(view=phased(Counted()))
     assert sender.send(f"/view/?api_key={SECRET}").status_code == 201
@@ -139,5 +179,9 @@ def test_no_page_shows_the_credential_and_curl_says_what_is_missing(serve: Serve
     for page in ("", f"{key.pk}/change/", f"{key.pk}/json/", "csv/", "dashboard/"):
         shown = client.get(f"{KEYS}{page}")
         assert (shown.status_code, SECRET in shown.text) == (200, False)
-    notes = [line for line in client.get(f"{KEYS}{key.pk}/change/").context["curl"].splitlines() if line.startswith("#")]
+    notes = [
+        line
+        for line in client.get(f"{KEYS}{key.pk}/change/").context["curl"].splitlines()
+        if line.startswith("#")
+    ]
     assert any("not-stored" in note for note in notes)

@@ -1,4 +1,5 @@
-"""``@idempotent`` in Django: errors at decoration, transactions, retries inside the process, statements per request."""
+"""``@idempotent`` in Django: errors at decoration, transactions, retries inside the process,
+statements per request."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -39,7 +40,8 @@ def serializable(kind: Kind) -> Callable[..., View]:
 
 
 def disturb(account: Account) -> None:
-    """Change the account on another connection: a transaction that has read the account can no longer change it."""
+    """Change the account on another connection: a transaction that has read the account can no
+    longer change it."""
     elsewhere(lambda: Account.objects.filter(pk=account.pk).update(balance=F("balance") + 100))
 
 
@@ -52,7 +54,11 @@ def test_every_form_of_decoration_protects() -> None:
         return HttpResponse()
 
     for protected in (idempotent(view), idempotent()(view), idempotent(required=False)(view)):
-        assert (protected.__name__, protected.__doc__, protected.__wrapped__) == ("view", "Do it.", view)
+        assert (protected.__name__, protected.__doc__, protected.__wrapped__) == (
+            "view",
+            "Do it.",
+            view,
+        )
 
 
 @pytest.mark.parametrize(
@@ -99,12 +105,16 @@ def test_unknown_isolation_is_refused_at_decoration() -> None:
         ("lease_seconds", True, "a whole number from 1 to 86400"),
     ],
 )
-def test_an_argument_of_another_kind_is_refused_at_decoration(name: str, value: Any, right: str) -> None:
+def test_an_argument_of_another_kind_is_refused_at_decoration(
+    name: str, value: Any, right: str
+) -> None:
     with pytest.raises(ValueError, match=f"^The option {name} must be {right}, not {value!r}.$"):
         idempotent(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("keep", ["session.basket"]), ("store_body", True), ("store_body", False)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("keep", ["session.basket"]), ("store_body", True), ("store_body", False)]
+)
 def test_an_option_for_the_completer_is_refused_for_a_plain_view(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^The option {name} needs recovery_points"):
         idempotent(**{name: value})
@@ -121,7 +131,9 @@ def test_a_coroutine_function_that_nobody_would_await_is_refused_at_decoration(n
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE"])
 @both_kinds
-def test_safe_methods_pass_through_without_a_query(method: str, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_safe_methods_pass_through_without_a_query(
+    method: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         return HttpResponse(str(request.idempotency_key))
 
@@ -150,7 +162,10 @@ def test_atomic_requests_do_not_wrap_a_protected_view(
     kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
-    serve(view=require_POST(kind(work := Counted())), other=lambda request: HttpResponse(str(connection.in_atomic_block)))
+    serve(
+        view=require_POST(kind(work := Counted())),
+        other=lambda request: HttpResponse(str(connection.in_atomic_block)),
+    )
     assert sender.send("/other/").content == b"True"
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert work.runs == 1
@@ -160,7 +175,8 @@ def test_atomic_requests_do_not_wrap_a_protected_view(
 def test_atomic_requests_hold_for_what_is_not_protected(
     serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Otherwise half of a transfer would be committed, although the request was atomic before the view was decorated."""
+    """Otherwise half of a transfer would be committed, although the request was atomic before the
+    view was decorated."""
 
     def transfer(request: HttpRequest) -> HttpResponseBase:
         Entry.objects.create(name="debit")
@@ -175,7 +191,9 @@ def test_atomic_requests_hold_for_what_is_not_protected(
     assert Entry.objects.count() == 1
 
 
-def test_the_refusal_of_a_view_inside_is_not_stored_by_the_one_around_it(serve: Serve, sender: Sender) -> None:
+def test_the_refusal_of_a_view_inside_is_not_stored_by_the_one_around_it(
+    serve: Serve, sender: Sender
+) -> None:
 
     @idempotent(recovery_points=["a"])
     def outer(request: HttpRequest) -> HttpResponseBase:
@@ -222,7 +240,9 @@ def test_phase_in_a_transaction_of_the_view_is_refused(serve: Serve, sender: Sen
 
 
 @both_kinds
-def test_rollback_that_the_view_asked_for_is_no_success(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_rollback_that_the_view_asked_for_is_no_success(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         create(request)
         transaction.set_rollback(True)
@@ -236,7 +256,9 @@ def test_rollback_that_the_view_asked_for_is_no_success(kind: Kind, serve: Serve
 
 @both_kinds
 @pytest.mark.postgres
-def test_rollback_that_the_view_asked_for_is_no_serialization_failure(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_rollback_that_the_view_asked_for_is_no_serialization_failure(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         transaction.set_rollback(True)
         return HttpResponse(status=201)
@@ -249,7 +271,9 @@ def test_rollback_that_the_view_asked_for_is_no_serialization_failure(kind: Kind
 
 @both_kinds
 @pytest.mark.postgres
-def test_database_error_that_the_view_swallowed_is_no_success(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_database_error_that_the_view_swallowed_is_no_success(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         create(request)
         with suppress(DataError):
@@ -287,13 +311,16 @@ def test_a_key_that_the_view_itself_committed_is_not_answered_with_an_empty_succ
 def test_a_conflict_that_a_plain_view_answers_itself_is_stored_if_its_transaction_is_whole(
     savepoint: bool, serve: Serve, sender: Sender
 ) -> None:
-    """A database error that is caught without a savepoint leaves a broken transaction, which cannot store a response."""
+    """A database error that is caught without a savepoint leaves a broken transaction, which cannot
+    store a response."""
     Account.objects.create(name="taken")
 
     def view(request: HttpRequest) -> HttpResponse:
         try:
             with transaction.atomic() if savepoint else nullcontext():
-                connection.cursor().execute("INSERT INTO tests_account (name, balance) VALUES ('taken', 0)")
+                connection.cursor().execute(
+                    "INSERT INTO tests_account (name, balance) VALUES ('taken', 0)"
+                )
         except IntegrityError:
             return HttpResponse(status=409)
         return HttpResponse(status=201)
@@ -321,7 +348,9 @@ def test_without_autocommit_nothing_runs(kind: Any, serve: Serve, sender: Sender
 
 @both_kinds
 @pytest.mark.postgres
-def test_isolation_of_the_view_and_of_the_connection_around_it(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_isolation_of_the_view_and_of_the_connection_around_it(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     from psycopg import IsolationLevel
 
     levels = []
@@ -366,7 +395,13 @@ def test_closed_connection_is_reopened(kind: Kind, serve: Serve, sender: Sender)
 
 @pytest.mark.postgres
 def test_connection_closed_between_phases_is_reopened(serve: Serve, sender: Sender) -> None:
-    serve(view=two_phases(create, lambda request: HttpResponse(status=201), call=lambda: connection.connection.close()))
+    serve(
+        view=two_phases(
+            create,
+            lambda request: HttpResponse(status=201),
+            call=lambda: connection.connection.close(),
+        )
+    )
     assert sender.send().status_code == 201
     assert IdempotencyKey.objects.get().attempts == 1
 
@@ -375,7 +410,8 @@ def test_connection_closed_between_phases_is_reopened(serve: Serve, sender: Send
 
 
 class Disturbed:
-    """Work that adds 1 to the account of a test; its first ``times`` runs get a serialization failure."""
+    """Work that adds 1 to the account of a test; its first ``times`` runs get a serialization
+    failure."""
 
     def __init__(self, times: int = 1, then: Callable[[HttpRequest], Any] = create) -> None:
         self.account = Account.objects.create(name="shared")
@@ -416,7 +452,14 @@ def test_retry_finds_the_request_as_it_was(kind: Kind, serve: Serve, sender: Sen
     seen = []
 
     def use_up(request: HttpRequest) -> HttpResponse:
-        seen.append((request.read(), request.body, hasattr(request, "mine"), request.idempotency_key.recovery_point))
+        seen.append(
+            (
+                request.read(),
+                request.body,
+                hasattr(request, "mine"),
+                request.idempotency_key.recovery_point,
+            )
+        )
         request.mine = True
         request.method = "BROKEN"
         return HttpResponse(status=201)
@@ -463,7 +506,9 @@ def test_retry_finds_the_messages_as_they_were(kind: Kind, serve: Serve, sender:
         return HttpResponse(status=201)
 
     def told(request: HttpRequest) -> JsonResponse:
-        return JsonResponse([str(message) for message in messages.get_messages(request)], safe=False)
+        return JsonResponse(
+            [str(message) for message in messages.get_messages(request)], safe=False
+        )
 
     serve(view=serializable(kind)(Disturbed(times=2, then=tell)), told=told)
     assert sender.send().status_code == 201
@@ -471,11 +516,14 @@ def test_retry_finds_the_messages_as_they_were(kind: Kind, serve: Serve, sender:
 
 
 @pytest.mark.postgres
-def test_retry_goes_on_from_the_last_committed_phase(serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_retry_goes_on_from_the_last_committed_phase(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PHASE_ISOLATION": "serializable"}
     serve(
         view=two_phases(
-            first := Counted(), second := Counted(Disturbed(times=3, then=lambda request: HttpResponse(status=201)))
+            first := Counted(),
+            second := Counted(Disturbed(times=3, then=lambda request: HttpResponse(status=201))),
         )
     )
     assert sender.send().status_code == 201
@@ -521,7 +569,9 @@ def test_deadlock_is_retried(kind: Kind, serve: Serve, sender: Sender) -> None:
 
 @both_kinds
 @pytest.mark.postgres
-def test_eight_clients_on_different_keys_meet_no_409(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_eight_clients_on_different_keys_meet_no_409(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     for name in ("one", "other"):
         Account.objects.create(name=name)
 
@@ -543,7 +593,9 @@ def test_eight_clients_on_different_keys_meet_no_409(kind: Kind, serve: Serve, s
 
 @both_kinds
 @pytest.mark.postgres
-def test_get_or_create_race_under_serializable_is_retried(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_get_or_create_race_under_serializable_is_retried(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         list(Account.objects.all())
         account, _ = Account.objects.get_or_create(name="shared")
@@ -552,7 +604,9 @@ def test_get_or_create_race_under_serializable_is_retried(kind: Kind, serve: Ser
     serve(view=serializable(kind)(work))
     for turn in range(5):
         Account.objects.all().delete()
-        clients = [partial(another_client(sender).send, key=f"key-{turn}-{number}") for number in range(8)]
+        clients = [
+            partial(another_client(sender).send, key=f"key-{turn}-{number}") for number in range(8)
+        ]
         answers = at_once(clients)
         assert {answer.status_code for answer in answers} == {201}
         assert len({answer.content for answer in answers}) == 1
@@ -561,7 +615,9 @@ def test_get_or_create_race_under_serializable_is_retried(kind: Kind, serve: Ser
 
 @both_kinds
 @pytest.mark.postgres
-def test_unique_violation_of_its_own_making_is_given_up_soon(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_unique_violation_of_its_own_making_is_given_up_soon(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     Account.objects.create(name="taken")
 
     def work(request: HttpRequest) -> HttpResponse:
@@ -582,14 +638,18 @@ def test_unique_violation_of_its_own_making_is_given_up_soon(kind: Kind, serve: 
     ],
 )
 @pytest.mark.postgres
-def test_serialization_failure_after_commit_does_not_lose_the_answer(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_serialization_failure_after_commit_does_not_lose_the_answer(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     """An on-commit hook may fail like the work, but the work is already committed."""
     failures = [1]
 
     def hook() -> None:
         if failures:
             failures.pop()
-            connection.cursor().execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
+            connection.cursor().execute(
+                "DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$"
+            )
 
     def work(request: HttpRequest) -> HttpResponse:
         transaction.on_commit(hook)
@@ -607,7 +667,9 @@ def test_serialization_failure_after_commit_does_not_lose_the_answer(kind: Kind,
 
 @both_kinds
 @pytest.mark.parametrize("leave", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_leaving_the_process_releases_the_key(leave: type[BaseException], kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_leaving_the_process_releases_the_key(
+    leave: type[BaseException], kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         response = create(request)
         if counted.runs == 1:
@@ -649,7 +711,11 @@ def test_response_that_no_phase_stored_is_refused(serve: Serve, sender: Sender) 
 def test_plain_view_costs_two_statements_and_its_replay_one(
     level: str | None, serve: Serve, client: Any, transactional_db: None
 ) -> None:
-    serve(view=plain(lambda request: HttpResponse(status=201), scope=lambda request: "one", isolation=level))
+    serve(
+        view=plain(
+            lambda request: HttpResponse(status=201), scope=lambda request: "one", isolation=level
+        )
+    )
     post = partial(client.post, "/view/", headers={"Idempotency-Key": "key-1"})
     connection.ensure_connection()
     with statements() as first:
@@ -660,7 +726,9 @@ def test_plain_view_costs_two_statements_and_its_replay_one(
     assert verbs(replay) == ["BEGIN", *_CLAIM, *_READ, "COMMIT"]
 
 
-def test_phased_view_costs_a_claim_and_its_replay_one_statement(serve: Serve, client: Any, transactional_db: None) -> None:
+def test_phased_view_costs_a_claim_and_its_replay_one_statement(
+    serve: Serve, client: Any, transactional_db: None
+) -> None:
     serve(view=phased(lambda request: HttpResponse(status=201), scope=lambda request: "one"))
     post = partial(client.post, "/view/", headers={"Idempotency-Key": "key-1"})
     connection.ensure_connection()
@@ -679,20 +747,28 @@ _READ = [] if POSTGRESQL else ["SELECT"]
 
 
 def verbs(queries: Iterable[dict[str, str]]) -> list[str]:
-    """Return the first word of each statement; for a fenced statement that ends a transaction, of the wrapped statement."""
+    """Return the first word of each statement; for a fenced statement that ends a transaction, of
+    the wrapped statement."""
     texts = [query["sql"] for query in sent(queries)]
     if POSTGRESQL:  # On SQLite a text contains the values, which may contain the separator.
-        texts = [text.removeprefix("WITH here AS (") for message in texts for text in message.split("; ")]
+        texts = [
+            text.removeprefix("WITH here AS (") for message in texts for text in message.split("; ")
+        ]
     return [text.split()[0] for text in texts if not text.startswith(("SET ", "SHOW "))]
 
 
 @both_kinds
 @pytest.mark.postgres
 @pytest.mark.parametrize("locked", [False, True])
-def test_replay_writes_nothing_and_locks_nothing(locked: bool, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_replay_writes_nothing_and_locks_nothing(
+    locked: bool, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def row() -> tuple[Any, ...]:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT ctid::text, xmin::text, xmax::text, locked_until FROM idempotency_idempotencykey")
+            cursor.execute(
+                "SELECT ctid::text, xmin::text, xmax::text, locked_until FROM"
+                " idempotency_idempotencykey"
+            )
             return cursor.fetchone()
 
     serve(view=kind(Counted()))

@@ -1,4 +1,5 @@
-"""Code that commits by itself, or closes the connection, in the transaction of a plain view or a phase."""
+"""Code that commits by itself, or closes the connection, in the transaction of a plain view or a
+phase."""
 
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +58,9 @@ def test_the_error_names_the_decorator_and_the_ways_out(
     assert not IdempotencyKey.objects.finished().exists()
 
 
-def hidden(old_code: Callable[[], None], end: Callable[[], HttpResponseBase]) -> Callable[[HttpRequest], HttpResponseBase]:
+def hidden(
+    old_code: Callable[[], None], end: Callable[[], HttpResponseBase]
+) -> Callable[[HttpRequest], HttpResponseBase]:
     """Return work that catches each error, and then ends without the database."""
 
     def work(request: HttpRequest) -> HttpResponseBase:
@@ -95,7 +98,9 @@ def test_an_answer_that_hides_the_error_is_not_stored(
 
 
 @old_codes
-def test_an_answer_that_is_never_stored_is_sent_as_it_is(old_code: Callable[[], None], serve: Serve, sender: Sender) -> None:
+def test_an_answer_that_is_never_stored_is_sent_as_it_is(
+    old_code: Callable[[], None], serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(hidden(old_code, partial(HttpResponse, b"closed", status=503))))
     answer = sender.send()
     assert (answer.status_code, answer.content) == (503, b"closed")
@@ -103,14 +108,18 @@ def test_an_answer_that_is_never_stored_is_sent_as_it_is(old_code: Callable[[], 
 
 
 @old_codes
-def test_between_two_phases_it_commits_by_itself(old_code: Callable[[], None], serve: Serve, sender: Sender) -> None:
+def test_between_two_phases_it_commits_by_itself(
+    old_code: Callable[[], None], serve: Serve, sender: Sender
+) -> None:
     serve(view=two_phases(lambda request: None, create, call=old_code))
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert IdempotencyKey.objects.finished().count() == 1
 
 
 @old_codes
-def test_in_a_call_it_commits_by_itself_at_most_once(old_code: Callable[[], None], serve: Serve, sender: Sender) -> None:
+def test_in_a_call_it_commits_by_itself_at_most_once(
+    old_code: Callable[[], None], serve: Serve, sender: Sender
+) -> None:
     runs = []
 
     def call(made: AtMostOnceCall) -> None:

@@ -30,7 +30,13 @@ from tests.kit.views import Counted, both_kinds, create, plain
 factory = RequestFactory()
 
 
-def of(body: bytes | str = b"", content_type: str = "application/json", *, method: str = "POST", path: str = "/rides") -> str:
+def of(
+    body: bytes | str = b"",
+    content_type: str = "application/json",
+    *,
+    method: str = "POST",
+    path: str = "/rides",
+) -> str:
     """Return the fingerprint of a request."""
     request = factory.generic(method, path, body, content_type=content_type)
     parsed = request.content_type == "multipart/form-data" and method == "POST"
@@ -124,14 +130,23 @@ def test_another_value_is_another_request(first: str, second: str) -> None:
     assert of(first) != of(second)
 
 
-@pytest.mark.parametrize("body", [b"\xff\xfe", b'{"a": "\xff"}', b"\x00", b'"\x00"', b"\xef\xbb\xbf{}", "{}".encode("utf-16")])
+@pytest.mark.parametrize(
+    "body",
+    [b"\xff\xfe", b'{"a": "\xff"}', b"\x00", b'"\x00"', b"\xef\xbb\xbf{}", "{}".encode("utf-16")],
+)
 def test_body_that_is_not_utf8_has_a_fingerprint(body: bytes) -> None:
     assert of(body) == of(body)
     assert of(body) != of(body + b"\x01")
 
 
 def test_bytes_that_an_asgi_client_did_not_escape_are_kept() -> None:
-    scope = {"type": "http", "method": "POST", "path": "/rides", "query_string": "name=é".encode(), "headers": []}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/rides",
+        "query_string": "name=é".encode(),
+        "headers": [],
+    }
     assert target(ASGIRequest(scope, BytesIO())) == "/rides?name=%C3%A9"
 
 
@@ -157,10 +172,15 @@ def test_parts_do_not_run_into_each_other() -> None:
 
 def test_what_is_no_json_is_compared_by_its_bytes() -> None:
     assert of('{"a": 1}', "text/plain") != of('{"a":1}', "text/plain")
-    assert of("a=1&b=2", "application/x-www-form-urlencoded") != of("b=2&a=1", "application/x-www-form-urlencoded")
+    assert of("a=1&b=2", "application/x-www-form-urlencoded") != of(
+        "b=2&a=1", "application/x-www-form-urlencoded"
+    )
 
 
-@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/problem+json", "APPLICATION/JSON"])
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/json; charset=utf-8", "application/problem+json", "APPLICATION/JSON"],
+)
 def test_every_kind_of_json_is_compared_by_value(content_type: str) -> None:
     assert of('{"a": 1}', content_type) == of('{"a":1}', content_type)
 
@@ -171,7 +191,9 @@ def multipart(fields: dict[str, Any], boundary: str = "boundary", *, method: str
     return of(body, f"multipart/form-data; boundary={boundary}", method=method)
 
 
-def upload(name: str = "a.txt", content: bytes = b"a", content_type: str = "text/plain") -> SimpleUploadedFile:
+def upload(
+    name: str = "a.txt", content: bytes = b"a", content_type: str = "text/plain"
+) -> SimpleUploadedFile:
     """Return a file to send."""
     return SimpleUploadedFile(name, content, content_type)
 
@@ -227,7 +249,9 @@ def test_multipart_of_every_method_is_compared_and_left_to_the_view(
 
     def send(boundary: str, field: str, content: bytes = b"a") -> HttpResponse:
         body = encode_multipart(boundary, {"a": field, "f": upload(content=content)})
-        return sender.send(method=method, body=body, content_type=f"multipart/form-data; boundary={boundary}")
+        return sender.send(
+            method=method, body=body, content_type=f"multipart/form-data; boundary={boundary}"
+        )
 
     serve(view=kind(counted := Counted(work)))
     first = send("first", "1")
@@ -251,7 +275,12 @@ def test_files_are_left_at_their_beginning_for_the_view(
     serve(view=kind(counted := Counted(work)))
     for boundary in ("first", "second"):
         body = encode_multipart(boundary, {"a": "1", "f": upload(content=b"x" * size)})
-        assert sender.send(body=body, content_type=f"multipart/form-data; boundary={boundary}").status_code == 201
+        assert (
+            sender.send(
+                body=body, content_type=f"multipart/form-data; boundary={boundary}"
+            ).status_code
+            == 201
+        )
     assert seen == [("1", size)]
     assert counted.runs == 1
 
@@ -262,7 +291,9 @@ def test_canonical_form_is_not_mistaken_for_the_bytes() -> None:
 
 def test_json_values_of_python_survive() -> None:
     value = {"list": [1, 1.5, None, True, "é"], "nested": {"b": {}, "a": []}}
-    assert of(json.dumps(value)) == of(json.dumps(value, indent=4, sort_keys=True, ensure_ascii=False))
+    assert of(json.dumps(value)) == of(
+        json.dumps(value, indent=4, sort_keys=True, ensure_ascii=False)
+    )
 
 
 TOKENS = ["1e309", "1e1", "12.45", "1", "9" * 400, "9" * 4400, "{}", "[]", '{"a":1}', '""', "true"]
@@ -285,13 +316,17 @@ def test_work_for_a_byte_is_bounded(token: str) -> None:
     body = f"[{','.join([token] * (20_000 // (len(token) + 1)))}]"
     request = factory.generic("POST", "/rides", body, content_type="application/json")
     assert request.body
-    assert functions_called(lambda: fingerprint(request, Hidden(request.body))) < 200 + 0.8 * len(body)
+    assert functions_called(lambda: fingerprint(request, Hidden(request.body))) < 200 + 0.8 * len(
+        body
+    )
 
 
 def functions_called(work: Callable[[], object]) -> int:
     """Return the number of calls of functions, also of those in C."""
     calls = []
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    sys.setprofile(
+        lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None
+    )
     try:
         work()
     finally:
@@ -305,7 +340,10 @@ def test_a_form_with_too_many_parts_is_refused_before_it_is_compared(
     method: str, by_file: bool, serve: Callable[..., None], sender: Sender
 ) -> None:
     serve(view=plain(work := Counted()))
-    parts = {f"a{i}": SimpleUploadedFile("f", b"") if by_file else "" for i in range(1001 if not by_file else 101)}
+    parts = {
+        f"a{i}": SimpleUploadedFile("f", b"") if by_file else ""
+        for i in range(1001 if not by_file else 101)
+    }
     body, content_type = encode_multipart(BOUNDARY, parts), MULTIPART_CONTENT
     assert sender.send(method=method, body=body, content_type=content_type).status_code == 400
     assert (work.runs, IdempotencyKey.objects.count()) == (0, 0)
@@ -316,9 +354,15 @@ CSRF, FORM = "csrfmiddlewaretoken", "application/x-www-form-urlencoded"
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 def test_fresh_csrf_token_is_the_same_request(method: str) -> None:
-    assert multipart({CSRF: "one", "a": "1"}, method=method) == multipart({CSRF: "two", "a": "1"}, method=method)
-    assert multipart({CSRF: "one", "a": "1"}, method=method) != multipart({CSRF: "one", "a": "2"}, method=method)
-    forms = [f"{CSRF}={token}&a={value}&b=2" for token, value in (("one", 1), ("two", 1), ("one", 2))]
+    assert multipart({CSRF: "one", "a": "1"}, method=method) == multipart(
+        {CSRF: "two", "a": "1"}, method=method
+    )
+    assert multipart({CSRF: "one", "a": "1"}, method=method) != multipart(
+        {CSRF: "one", "a": "2"}, method=method
+    )
+    forms = [
+        f"{CSRF}={token}&a={value}&b=2" for token, value in (("one", 1), ("two", 1), ("one", 2))
+    ]
     first, again, other = (of(form, FORM, method=method) for form in forms)
     assert first == again != other
     assert of(f"a=1&{CSRF}=one", FORM) == of(f"a=1&{CSRF}=two", FORM)
@@ -338,15 +382,23 @@ def test_urlconf_that_a_middleware_chose_counts() -> None:
     assert of_urlconf("shop.urls") == of_urlconf("shop.urls")
 
 
-ADDRESSES = [{"HTTP_HOST": "a.example"}, {"HTTP_HOST": "b.example"}, {"HTTP_HOST": "b.example", "SCRIPT_NAME": "/mount"}]
+ADDRESSES = [
+    {"HTTP_HOST": "a.example"},
+    {"HTTP_HOST": "b.example"},
+    {"HTTP_HOST": "b.example", "SCRIPT_NAME": "/mount"},
+]
 
 
 def test_host_and_mount_count_where_the_site_says_so() -> None:
-    requests = [factory.post("/rides", b"{}", "application/json", **address) for address in ADDRESSES]
+    requests = [
+        factory.post("/rides", b"{}", "application/json", **address) for address in ADDRESSES
+    ]
     for request in requests:
         request.path_info = "/rides"
     assert len({fingerprint(request, Hidden(request.body)) for request in requests}) == 1
-    assert len({fingerprint(request, Hidden(request.body), by_host=True) for request in requests}) == len(ADDRESSES)
+    assert len(
+        {fingerprint(request, Hidden(request.body), by_host=True) for request in requests}
+    ) == len(ADDRESSES)
     upper = factory.post("/rides", b"{}", "application/json", HTTP_HOST="A.example")
     assert fingerprint(upper, Hidden(upper.body), by_host=True) == fingerprint(
         requests[0], Hidden(requests[0].body), by_host=True
@@ -360,18 +412,29 @@ TEXTS = [rb"\ud800", b"+2AA-", b"\xff\xfe\x00\xd8"]
 def part_in(charset: str, header: bytes, text: bytes) -> bytes:
     """Return a multipart body with one part that declares a charset."""
     head = b"--x\r\nContent-Disposition: form-data; %s\r\n" % header
-    return head + b"Content-Type: text/plain; charset=%s\r\n\r\n%s\r\n--x--\r\n" % (charset.encode(), text)
+    return head + b"Content-Type: text/plain; charset=%s\r\n\r\n%s\r\n--x--\r\n" % (
+        charset.encode(),
+        text,
+    )
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_multipart_body_in_any_charset_is_described_or_a_bad_request(method: str, rf: RequestFactory) -> None:
+def test_multipart_body_in_any_charset_is_described_or_a_bad_request(
+    method: str, rf: RequestFactory
+) -> None:
     options = idempotent(lambda request: HttpResponse()).idempotency
     refused: set[str] = set()
     for charset in CHARSETS:
         for text in TEXTS:
-            for header in (b'name="a"', b"name*=" + charset.encode() + b"''" + text, b'name="f"; filename="f"'):
+            for header in (
+                b'name="a"',
+                b"name*=" + charset.encode() + b"''" + text,
+                b'name="f"; filename="f"',
+            ):
                 content_type = f"multipart/form-data; boundary=x; charset={charset}"
-                request = rf.generic(method, "/rides", part_in(charset, header, text), content_type=content_type)
+                request = rf.generic(
+                    method, "/rides", part_in(charset, header, text), content_type=content_type
+                )
                 try:
                     capture(request, "scope", Hidden("key"), options, view="", framework=False)
                 except (BadRequest, MultiPartParserError):
@@ -388,5 +451,7 @@ def test_multipart_body_in_no_charset_of_text_is_a_bad_request(
 ) -> None:
     serve(view=kind(counted := Counted()))
     body = part_in(charset, b'name="a"', b"\xff")
-    answer = sender.send(method=method, body=body, content_type=f"multipart/form-data; boundary=x; charset={charset}")
+    answer = sender.send(
+        method=method, body=body, content_type=f"multipart/form-data; boundary=x; charset={charset}"
+    )
     assert (answer.status_code, counted.runs) == (400, 0)

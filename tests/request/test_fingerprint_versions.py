@@ -1,4 +1,5 @@
-"""A retry is the same request even if code, settings or secret have changed since its key was created."""
+"""A retry is the same request even if code, settings or secret have changed since its key was
+created."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +25,9 @@ NEW_SECRET = "a new secret, which signs from now on"
 def other_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a release with another version of the fingerprint."""
     monkeypatch.setattr(fingerprint, "VERSION", 2)
-    monkeypatch.setattr(fingerprint, "_WAY", re.compile(fingerprint._WAY.pattern.replace("v1", "v2", 1)))
+    monkeypatch.setattr(
+        fingerprint, "_WAY", re.compile(fingerprint._WAY.pattern.replace("v1", "v2", 1))
+    )
 
 
 def rotate(settings: Settings) -> None:
@@ -34,7 +37,8 @@ def rotate(settings: Settings) -> None:
 
 
 def refused(response: Any) -> tuple[int, str, bool]:
-    """Return the status and the code of a refusal, and whether the client may retry with the same key."""
+    """Return the status and the code of a refusal, and whether the client may retry with the same
+    key."""
     said = problem(response)
     return response.status_code, said["code"], said["retryable"]
 
@@ -130,7 +134,9 @@ def test_a_setting_that_lets_the_host_count_makes_no_other_request_of_a_retry(
     assert work.runs == 1
 
 
-def test_an_unfinished_row_of_another_way_is_resumed(serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_an_unfinished_row_of_another_way_is_resumed(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
     failures = [RuntimeError("out of luck")]
 
     def work(request: HttpRequest) -> HttpResponse:

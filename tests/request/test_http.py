@@ -1,4 +1,5 @@
-"""Parsing of requests and storing of responses, beyond the cases of the contract in ``tests/conformance``."""
+"""Parsing of requests and storing of responses, beyond the cases of the contract in
+``tests/conformance``."""
 
 import json
 import socket
@@ -66,9 +67,48 @@ VALID = {
     "x" * 255: "x" * 255,
 }
 INVALID = [
-    *("", " ", '""', '"', '"a', 'a"', '"a""b"', '"a" b', '"a"b', '"a";', '"a"; =1', '"a";A=1', 'a"b'),
-    *(r'"\a"', '"a\\', r'"\u0041"', '"a\x00"', "\x00", "a\x00", '"a\x1f"', '"a\x7f"', "a\x7f", "a b", "a\nb", "a\rb"),
-    *("a,b", "a, b", '"a","b"', '"a", "b"', "ä", '"ä"', "\ud800", "ключ", '"😀"', "x" * 256, '"' + "x" * 256 + '"'),
+    *(
+        "",
+        " ",
+        '""',
+        '"',
+        '"a',
+        'a"',
+        '"a""b"',
+        '"a" b',
+        '"a"b',
+        '"a";',
+        '"a"; =1',
+        '"a";A=1',
+        'a"b',
+    ),
+    *(
+        r'"\a"',
+        '"a\\',
+        r'"\u0041"',
+        '"a\x00"',
+        "\x00",
+        "a\x00",
+        '"a\x1f"',
+        '"a\x7f"',
+        "a\x7f",
+        "a b",
+        "a\nb",
+        "a\rb",
+    ),
+    *(
+        "a,b",
+        "a, b",
+        '"a","b"',
+        '"a", "b"',
+        "ä",
+        '"ä"',
+        "\ud800",
+        "ключ",
+        '"😀"',
+        "x" * 256,
+        '"' + "x" * 256 + '"',
+    ),
     "\\" * 5000 + '"',
     '"' + ";a" * 5000,
     '"a"' + ";a=1" * 5000 + ";",
@@ -98,7 +138,9 @@ def test_key_is_refused(header: str) -> None:
     assert (refused.value.status, refused.value.code) == (400, "key_invalid")
 
 
-@pytest.mark.parametrize("header", [header for header in INVALID if header.strip('" ') and len(header) >= 4])
+@pytest.mark.parametrize(
+    "header", [header for header in INVALID if header.strip('" ') and len(header) >= 4]
+)
 def test_refusal_does_not_repeat_the_key(header: str) -> None:
     with pytest.raises(Problem) as refused:
         key_of(_request(header))
@@ -125,12 +167,21 @@ BAD_INPUT = {
     "lone surrogate": {"body": rb'{"\ud800": "\udfff"}'},
     "no boundary": {"body": b"abc", "content_type": "multipart/form-data"},
     "broken multipart": {"body": b"--x\r\nabc", "content_type": "multipart/form-data; boundary=x"},
-    "endless boundary": {"body": b"abc", "content_type": f"multipart/form-data; boundary={'a' * 300}"},
+    "endless boundary": {
+        "body": b"abc",
+        "content_type": f"multipart/form-data; boundary={'a' * 300}",
+    },
     "odd content type": {"content_type": "application/json; x=\xff\x00"},
     "unknown charset": {"content_type": "application/json; charset=klingon"},
     "charset that decodes nothing": {"content_type": "application/json; charset=undefined"},
-    "form in no charset of text": {"body": b"a=1", "content_type": "application/x-www-form-urlencoded; charset=idna"},
-    "boundary that is not ASCII": {"body": b"abc", "content_type": "multipart/form-data; boundary=\xe9"},
+    "form in no charset of text": {
+        "body": b"a=1",
+        "content_type": "application/x-www-form-urlencoded; charset=idna",
+    },
+    "boundary that is not ASCII": {
+        "body": b"abc",
+        "content_type": "multipart/form-data; boundary=\xe9",
+    },
     "NUL in kept headers": {"headers": {"Accept": "a\x00b", "Accept-Language": "\xff"}},
     "odd method": {"method": "BREW-COFFEE-AND-THEN-SOME-MORE"},
 }
@@ -143,7 +194,9 @@ def test_bad_input_gives_no_500_and_no_stuck_key(
 ) -> None:
     view = kind(lambda request, **kwargs: HttpResponse("fine"))
     serve(view=view)
-    settings.ROOT_URLCONF.urlpatterns.append(path("any/<path:rest>", lambda request, rest: view(request)))
+    settings.ROOT_URLCONF.urlpatterns.append(
+        path("any/<path:rest>", lambda request, rest: view(request))
+    )
     answers = [sender.send(**bad) for _ in range(2)]
     assert all(answer.status_code < 500 for answer in answers), answers
     assert answers[0].content == answers[1].content
@@ -166,7 +219,9 @@ def test_validate_refuses_before_a_key_is_spent(kind: Kind, serve: Serve, sender
 
 @pytest.mark.parametrize("missing", [None, ""])
 @both_kinds
-def test_key_is_asked_for_before_validate(missing: str | None, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_key_is_asked_for_before_validate(
+    missing: str | None, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(create, validate=lambda request: HttpResponse("bad", status=422)))
     assert sender.send(key=missing).status_code == 400
 
@@ -209,13 +264,22 @@ class QuietHandler(WSGIRequestHandler):
 
 
 @pytest.mark.postgres
-def test_a_multipart_request_that_was_cut_between_its_parts_does_not_run(serve: Serve, sender: Sender) -> None:
+def test_a_multipart_request_that_was_cut_between_its_parts_does_not_run(
+    serve: Serve, sender: Sender
+) -> None:
     """The parts that the parser reads are complete, but the remaining parts are missing."""
     part = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
-    body = part % (b"to", b"bob") + part % (b"amount", b"1000") + part % (b"currency", b"JPY") + b"--x--\r\n"
+    body = (
+        part % (b"to", b"bob")
+        + part % (b"amount", b"1000")
+        + part % (b"currency", b"JPY")
+        + b"--x--\r\n"
+    )
 
     def pay(request: HttpRequest) -> HttpResponse:
-        Entry.objects.create(name=f"paid {request.POST['amount']} {request.POST.get('currency', 'USD')}")
+        Entry.objects.create(
+            name=f"paid {request.POST['amount']} {request.POST.get('currency', 'USD')}"
+        )
         return HttpResponse(status=201)
 
     protected = idempotent(pay)
@@ -255,7 +319,9 @@ def test_a_multipart_body_that_a_middleware_has_read(serve: Serve, sender: Sende
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_two_chunked_multipart_bodies_under_asgi_are_two_requests(method: str, sender: Sender) -> None:
+def test_two_chunked_multipart_bodies_under_asgi_are_two_requests(
+    method: str, sender: Sender
+) -> None:
     from django.core.handlers.asgi import ASGIRequest
 
     seen = []
@@ -266,7 +332,11 @@ def test_two_chunked_multipart_bodies_under_asgi_are_two_requests(method: str, s
         return HttpResponse(status=201)
 
     for amount in (b"10", b"1000"):
-        body = b'--x\r\nContent-Disposition: form-data; name="amount"\r\n\r\n' + amount + b"\r\n--x--\r\n"
+        body = (
+            b'--x\r\nContent-Disposition: form-data; name="amount"\r\n\r\n'
+            + amount
+            + b"\r\n--x--\r\n"
+        )
         scope = {
             "type": "http",
             "method": method,
@@ -307,7 +377,9 @@ def visitor(transactional_db: None) -> Client:
 
 def post(client: Client, key: str = "key-1") -> HttpResponse:
     """Send one request."""
-    return client.post("/view/", {"a": 1}, content_type="application/json", headers={"Idempotency-Key": key})
+    return client.post(
+        "/view/", {"a": 1}, content_type="application/json", headers={"Idempotency-Key": key}
+    )
 
 
 @both_kinds
@@ -322,8 +394,11 @@ def test_visitor_has_the_scope_of_the_session(kind: Kind, serve: Serve, visitor:
 
 
 @pytest.mark.postgres
-def test_a_first_request_that_a_twin_outran_takes_its_scope(rf: RequestFactory, visitor: Client) -> None:
-    """At REPEATABLE READ the second UPDATE of the session fails instead of waiting for the first."""
+def test_a_first_request_that_a_twin_outran_takes_its_scope(
+    rf: RequestFactory, visitor: Client
+) -> None:
+    """At REPEATABLE READ the second UPDATE of the session fails instead of waiting for the
+    first."""
     requests: list[Any] = [rf.post("/"), rf.post("/")]
     for request in requests:
         request.session = SessionStore(visitor.cookies["sessionid"].value)
@@ -343,7 +418,9 @@ def test_a_first_request_that_a_twin_outran_takes_its_scope(rf: RequestFactory, 
 
 
 @both_kinds
-def test_first_two_requests_of_a_session_agree_on_the_scope(kind: Kind, serve: Serve, visitor: Client) -> None:
+def test_first_two_requests_of_a_session_agree_on_the_scope(
+    kind: Kind, serve: Serve, visitor: Client
+) -> None:
     serve(view=kind(work := Counted()))
 
     def twin() -> HttpResponse:
@@ -357,8 +434,16 @@ def test_first_two_requests_of_a_session_agree_on_the_scope(kind: Kind, serve: S
     assert IdempotencyKey.objects.count() == 1
 
 
-def test_answer_that_is_not_saved_in_the_session_does_not_change_its_scope(serve: Serve, visitor: Client) -> None:
-    serve(view=plain(work := Counted(lambda request: HttpResponse(status=500) if work.runs == 1 else create(request))))
+def test_answer_that_is_not_saved_in_the_session_does_not_change_its_scope(
+    serve: Serve, visitor: Client
+) -> None:
+    serve(
+        view=plain(
+            work := Counted(
+                lambda request: HttpResponse(status=500) if work.runs == 1 else create(request)
+            )
+        )
+    )
     assert [post(visitor).status_code for _ in range(3)] == [500, 201, 201]
     assert IdempotencyKey.objects.count() == 1
 
@@ -384,7 +469,10 @@ def test_session_that_is_rotated_at_login_keeps_its_scope(serve: Serve, visitor:
         login(request, user, backend="django.contrib.auth.backends.ModelBackend")
         return HttpResponse()
 
-    serve(view=plain(Counted(), scope=lambda request: scopes.scope_of(_without_user(request), None)), sign_in=sign_in)
+    serve(
+        view=plain(Counted(), scope=lambda request: scopes.scope_of(_without_user(request), None)),
+        sign_in=sign_in,
+    )
     first = post(visitor)
     before = visitor.cookies["sessionid"].value
     visitor.post("/sign_in/")
@@ -424,7 +512,9 @@ def test_scope_callable_without_an_answer_is_refused(serve: Serve, sender: Sende
 
 
 @pytest.mark.parametrize("scope", ["x" * 195, "a\x00b", None, 7])
-def test_scope_callable_with_a_bad_answer_is_a_mistake(scope: Any, serve: Serve, sender: Sender) -> None:
+def test_scope_callable_with_a_bad_answer_is_a_mistake(
+    scope: Any, serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(work := Counted(), scope=lambda request: scope))
     assert sender.send().status_code == 500
     assert work.runs == 0
@@ -435,21 +525,41 @@ def test_scope_callable_with_a_bad_answer_is_a_mistake(scope: Any, serve: Serve,
 
 def test_request_is_kept_for_the_completer(serve: Serve, sender: Sender) -> None:
     serve(view=phased(create))
-    headers = {"Accept-Language": "de", "Authorization": "Bearer secret", "X-Api-Version": "2", "Cookie2": "secret"}
+    headers = {
+        "Accept-Language": "de",
+        "Authorization": "Bearer secret",
+        "X-Api-Version": "2",
+        "Cookie2": "secret",
+    }
     sender.send("/view/?a=%20b", body='{"c": 1}', headers=headers, HTTP_HOST="localhost")
     key = IdempotencyKey.objects.get()
-    assert (key.request_method, key.request_path, bytes(key.request_body)) == ("POST", "/view/?a=%20b", b'{"c": 1}')
+    assert (key.request_method, key.request_path, bytes(key.request_body)) == (
+        "POST",
+        "/view/?a=%20b",
+        b'{"c": 1}',
+    )
     assert key.request_params == {"c": 1}
     assert key.request_content_type == "application/json"
-    assert key.request_headers == {"Host": "localhost", "scheme": "http", "Accept-Language": "de", "X-Api-Version": "2"}
+    assert key.request_headers == {
+        "Host": "localhost",
+        "scheme": "http",
+        "Accept-Language": "de",
+        "X-Api-Version": "2",
+    }
     assert "secret" not in str(IdempotencyKey.objects.values().get())
 
 
-def test_of_a_request_to_a_plain_view_neither_headers_nor_body_are_stored(serve: Serve, sender: Sender) -> None:
+def test_of_a_request_to_a_plain_view_neither_headers_nor_body_are_stored(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(create))
     sender.send("/view/?a=%20b", body='{"c": 1}', headers={"Accept-Language": "de"})
     key = IdempotencyKey.objects.get()
-    assert (key.request_method, key.request_path, key.user_id) == ("POST", "/view/?a=%20b", sender.user.pk)
+    assert (key.request_method, key.request_path, key.user_id) == (
+        "POST",
+        "/view/?a=%20b",
+        sender.user.pk,
+    )
     assert (key.remote_addr, key.request_fingerprint[:3]) == ("127.0.0.1", "v1k")
     assert (key.request_body, key.request_content_type, key.request_headers) == (None, "", {})
 
@@ -465,8 +575,12 @@ def test_of_a_request_to_a_plain_view_neither_headers_nor_body_are_stored(serve:
         ("application/json", None, None),
     ],
 )
-def test_a_stored_request_is_read_by_its_content_type(content_type: str, body: bytes | None, read: Any) -> None:
-    assert IdempotencyKey(request_content_type=content_type, request_body=body).request_params == read
+def test_a_stored_request_is_read_by_its_content_type(
+    content_type: str, body: bytes | None, read: Any
+) -> None:
+    assert (
+        IdempotencyKey(request_content_type=content_type, request_body=body).request_params == read
+    )
 
 
 @pytest.fixture
@@ -480,7 +594,9 @@ def test_template_response_is_rendered_before_it_is_stored(
     kind: Kind, serve: Serve, sender: Sender, template: Callable[[str], Any]
 ) -> None:
     def work(request: HttpRequest) -> TemplateResponse:
-        return TemplateResponse(request, template("made {{ n }}"), {"n": Entry.objects.count()}, status=201)
+        return TemplateResponse(
+            request, template("made {{ n }}"), {"n": Entry.objects.count()}, status=201
+        )
 
     serve(view=kind(work))
     first = sender.send()
@@ -495,20 +611,26 @@ def test_what_a_callback_makes_of_a_rendered_response_is_stored(
 ) -> None:
     def work(request: HttpRequest) -> TemplateResponse:
         response = TemplateResponse(request, template("draft"), status=201)
-        response.add_post_render_callback(lambda rendered: HttpResponse(rendered.content.upper(), status=201))
+        response.add_post_render_callback(
+            lambda rendered: HttpResponse(rendered.content.upper(), status=201)
+        )
         return response
 
     serve(view=kind(work))
     assert [sender.send().content for _ in range(2)] == [b"DRAFT", b"DRAFT"]
 
 
-def test_what_is_no_response_is_named(serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_response_is_named(
+    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
     serve(view=plain(lambda request: "made"))
     assert sender.send().status_code == 500
     assert "The view returned str, not a response." in caplog.text
 
 
-def test_an_error_that_the_handler_of_a_framework_fails_at_is_left_to_django(serve: Serve, sender: Sender) -> None:
+def test_an_error_that_the_handler_of_a_framework_fails_at_is_left_to_django(
+    serve: Serve, sender: Sender
+) -> None:
     def missing(request: HttpRequest) -> HttpResponse:
         raise Http404
 
@@ -531,7 +653,9 @@ def test_error_in_rendering_comes_before_commit(
 
     def work(request: HttpRequest) -> HttpResponse:
         if counted.runs == 1:
-            return TemplateResponse(request, template("{{ broken }}"), {"broken": broken}, status=404)
+            return TemplateResponse(
+                request, template("{{ broken }}"), {"broken": broken}, status=404
+            )
         return HttpResponse("fine", status=404)
 
     serve(view=kind(counted := Counted(work)))
@@ -542,7 +666,9 @@ def test_error_in_rendering_comes_before_commit(
 
 
 @both_kinds
-def test_streamed_body_that_breaks_off_leaves_the_work_and_no_half_body(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_streamed_body_that_breaks_off_leaves_the_work_and_no_half_body(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def broken() -> Iterator[bytes]:
         yield b"half"
         raise RuntimeError("no more")
@@ -570,8 +696,12 @@ def test_file_response_is_delivered_and_not_kept(serve: Serve, sender: Sender) -
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", "é".encode("latin-1"), "日本".encode()])
 @both_kinds
-def test_body_is_replayed_byte_by_byte(content: bytes, kind: Kind, serve: Serve, sender: Sender) -> None:
-    serve(view=kind(lambda request: HttpResponse(content, content_type="text/plain; charset=latin-1")))
+def test_body_is_replayed_byte_by_byte(
+    content: bytes, kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    serve(
+        view=kind(lambda request: HttpResponse(content, content_type="text/plain; charset=latin-1"))
+    )
     first, replayed = sender.send(), sender.send()
     assert (replayed.content, replayed["Content-Type"]) == (content, "text/plain; charset=latin-1")
     assert first.content == content
@@ -590,7 +720,8 @@ def test_cookies_set_by_hand_as_a_header_are_not_kept(serve: Serve, sender: Send
 def test_a_replay_has_the_headers_that_the_response_had_when_it_was_stored(
     kind: Any, replayed: str | None, serve: Serve, sender: Sender
 ) -> None:
-    """A decorator inside @idempotent changes the response; in a phased view, this is after a phase has stored it."""
+    """A decorator inside @idempotent changes the response; in a phased view, this is after a phase
+    has stored it."""
     inner = kind(create).__wrapped__
 
     def marked(request: HttpRequest) -> HttpResponseBase:
@@ -604,9 +735,14 @@ def test_a_replay_has_the_headers_that_the_response_had_when_it_was_stored(
 
 
 def test_replayed_redirect_can_be_followed_in_tests(serve: Serve, sender: Sender) -> None:
-    serve(view=plain(lambda request: HttpResponseRedirect("/done/")), done=lambda request: HttpResponse("done"))
+    serve(
+        view=plain(lambda request: HttpResponseRedirect("/done/")),
+        done=lambda request: HttpResponse("done"),
+    )
     for _ in range(2):
-        response = sender.client.post("/view/", {"a": 1}, headers={"Idempotency-Key": "key-1"}, follow=True)
+        response = sender.client.post(
+            "/view/", {"a": 1}, headers={"Idempotency-Key": "key-1"}, follow=True
+        )
         assert response.content == b"done"
 
 

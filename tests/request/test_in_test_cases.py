@@ -1,4 +1,5 @@
-"""Protected views in the tests of a project: inside the transaction of ``TestCase``, and with real transactions."""
+"""Protected views in the tests of a project: inside the transaction of ``TestCase``, and with real
+transactions."""
 
 from typing import Any
 
@@ -45,7 +46,9 @@ class InUsersTests:
 
     def post(self, name: str, key: str = "key-1", **data: Any) -> HttpResponse:
         """Send one request."""
-        return self.client.post(f"/{name}/", data, content_type="application/json", headers={"Idempotency-Key": key})
+        return self.client.post(
+            f"/{name}/", data, content_type="application/json", headers={"Idempotency-Key": key}
+        )
 
     def test_runs_once_and_replays(self) -> None:
         for name in ("plain", "strict", "phased"):
@@ -88,7 +91,8 @@ class InTestCase(InUsersTests, TestCase):
     """Inside the transaction of ``TestCase``."""
 
     def test_transaction_opened_by_the_test_is_an_outer_one(self) -> None:
-        """A plain view is a savepoint of it, whatever its isolation. Django's ``atomic(durable=True)`` refuses it too."""
+        """A plain view is a savepoint of it, whatever its isolation. Django's
+        ``atomic(durable=True)`` refuses it too."""
         with transaction.atomic():
             assert self.post("plain").status_code == 201
             assert self.post("strict", key="key-2").status_code == 201

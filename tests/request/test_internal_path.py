@@ -17,7 +17,9 @@ NAMES = ["idempotency_completion", "idempotency-completion", "idempotency_key"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stranger_cannot_take_the_place_of_the_completer(serve: Any, sender: Sender, name: str) -> None:
+def test_a_stranger_cannot_take_the_place_of_the_completer(
+    serve: Any, sender: Sender, name: str
+) -> None:
     ran: list[Any] = []
 
     @require_POST
@@ -33,11 +35,16 @@ def test_a_stranger_cannot_take_the_place_of_the_completer(serve: Any, sender: S
     pk = str(before["id"])
     stranger = Client(raise_request_exception=False)
     answer = stranger.post(
-        f"/view/?{name}={pk}", {name: pk, "user": sender.user.pk}, headers={"Idempotency-Key": "key-1", name: pk}, **{name: pk}
+        f"/view/?{name}={pk}",
+        {name: pk, "user": sender.user.pk},
+        headers={"Idempotency-Key": "key-1", name: pk},
+        **{name: pk},
     )
     assert answer.status_code == 302  # to the login page
     other = Sender()
-    answer = other.send(f"/view/?{name}={pk}", headers={name: pk}, body={name: pk, "user": sender.user.pk})
+    answer = other.send(
+        f"/view/?{name}={pk}", headers={name: pk}, body={name: pk, "user": sender.user.pk}
+    )
     assert answer.status_code == 503  # runs as its own user, with its own key
     assert ran == [sender.user.pk, other.user.pk]
     assert IdempotencyKey.objects.values().get(pk=pk) == before

@@ -1,4 +1,5 @@
-"""Anomalies between two requests with different keys at each level: the tables of docs/explanation/isolation.md."""
+"""Anomalies between two requests with different keys at each level: the tables of
+docs/explanation/isolation.md."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ KINDS = {"plain": plain, "phased": phased}
 
 
 class Meeting:
-    """A point in a view where the first runs of two requests wait for each other; later runs do not wait."""
+    """A point in a view where the first runs of two requests wait for each other; later runs do not
+    wait."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2)
@@ -48,7 +50,8 @@ def name_of(request: HttpRequest) -> str:
 
 
 class Anomaly:
-    """Two requests, "a" and "b", and a check whether their result is impossible in a serial execution."""
+    """Two requests, "a" and "b", and a check whether their result is impossible in a serial
+    execution."""
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
@@ -166,7 +169,9 @@ ANOMALIES: dict[str, type[Any]] = {
 def rows_of(heading: str) -> list[list[str]]:
     """Return the rows of the table that begins with ``heading``."""
     table = PAGE[PAGE.index(f"| {heading} |") :].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
 
 
 PROMISES = {row[0]: dict(zip(LEVELS, row[2:], strict=True)) for row in rows_of("anomaly")}
@@ -174,13 +179,18 @@ PROMISES = {row[0]: dict(zip(LEVELS, row[2:], strict=True)) for row in rows_of("
 
 def test_the_table_is_about_each_anomaly_and_level() -> None:
     assert list(PROMISES) == list(ANOMALIES)
-    assert {promise for row in PROMISES.values() for promise in row.values()} == {"can happen", "cannot happen"}
+    assert {promise for row in PROMISES.values() for promise in row.values()} == {
+        "can happen",
+        "cannot happen",
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("anomaly", ANOMALIES)
-def test_the_table_of_anomalies_holds(anomaly: str, level: str, kind: str, serve: Serve, sender: Sender) -> None:
+def test_the_table_of_anomalies_holds(
+    anomaly: str, level: str, kind: str, serve: Serve, sender: Sender
+) -> None:
     tried = ANOMALIES[anomaly](sender)
     serve(view=KINDS[kind](tried.work, isolation=level))
     assert tried.happened() is (PROMISES[anomaly][level] == "can happen")
@@ -203,7 +213,9 @@ def lock_the_row(request: HttpRequest) -> None:
 
 def lock_all_that_was_read(request: HttpRequest) -> None:
     """Lock all rows that the decision depends on, not only the row that changes."""
-    accounts = {account.name: account for account in Account.objects.select_for_update().order_by("pk")}
+    accounts = {
+        account.name: account for account in Account.objects.select_for_update().order_by("pk")
+    }
     if sum(account.balance for account in accounts.values()) >= 200:
         account = accounts[name_of(request)]
         account.balance -= 200
@@ -216,13 +228,22 @@ def name_it_uniquely(request: HttpRequest) -> None:
 
 
 CURES: dict[str, tuple[Callable[[HttpRequest], None], Callable[[], bool]]] = {
-    '`update(balance=F("balance") + 10)`': (add_in_the_database, lambda: Account.objects.get(name="a").balance == 120),
-    "`select_for_update()` of the row": (lock_the_row, lambda: Account.objects.get(name="a").balance == 120),
+    '`update(balance=F("balance") + 10)`': (
+        add_in_the_database,
+        lambda: Account.objects.get(name="a").balance == 120,
+    ),
+    "`select_for_update()` of the row": (
+        lock_the_row,
+        lambda: Account.objects.get(name="a").balance == 120,
+    ),
     "`select_for_update()` of all rows that were read": (
         lock_all_that_was_read,
         lambda: Account.objects.aggregate(sum=Sum("balance"))["sum"] == 0,
     ),
-    "a unique constraint": (name_it_uniquely, lambda: Account.objects.filter(name="seat 1").count() == 1),
+    "a unique constraint": (
+        name_it_uniquely,
+        lambda: Account.objects.filter(name="seat 1").count() == 1,
+    ),
 }
 
 
@@ -234,7 +255,9 @@ def test_the_table_names_each_cure() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cure", CURES)
-def test_the_second_waits_and_sees_what_the_first_did(cure: str, level: str, kind: str, serve: Serve, sender: Sender) -> None:
+def test_the_second_waits_and_sees_what_the_first_did(
+    cure: str, level: str, kind: str, serve: Serve, sender: Sender
+) -> None:
     gate = Gate()
     step, right = CURES[cure]
 
@@ -275,7 +298,8 @@ def test_row_that_came_after_the_snapshot_is_found_by_another_run_whatever_the_s
 
 @contextmanager
 def option_of_the_database(level: str) -> Iterator[None]:
-    """Set the option ``isolation_level`` of the database, as a project does, for new connections."""
+    """Set the option ``isolation_level`` of the database, as a project does, for new
+    connections."""
     options = connection.settings_dict["OPTIONS"]
     former = options.get("isolation_level")
     connection.close()
@@ -291,7 +315,9 @@ def option_of_the_database(level: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", [option_of_the_database, default_isolation])
-@pytest.mark.parametrize(("level", "runs"), [("read committed", 1), ("repeatable read", 2), ("serializable", 2)])
+@pytest.mark.parametrize(
+    ("level", "runs"), [("read committed", 1), ("repeatable read", 2), ("serializable", 2)]
+)
 def test_level_that_the_project_sets_for_all_its_transactions_decides_what_is_run_again(
     level: str, runs: int, source: Callable[[str], Any], kind: str, serve: Serve, sender: Sender
 ) -> None:
@@ -316,7 +342,8 @@ def test_level_that_the_project_sets_for_all_its_transactions_decides_what_is_ru
 def test_decision_after_a_lock_is_right_at_the_level_of_the_project(
     level: str | None, kind: str, serve: Serve, sender: Sender
 ) -> None:
-    """Both sides lock the row of the last seat, and then count. Above READ COMMITTED the count is older than the lock."""
+    """Both sides lock the row of the last seat, and then count. Above READ COMMITTED the count is
+    older than the lock."""
 
     def book(name: str) -> bool:
         Account.objects.select_for_update().get(name="row")

@@ -1,4 +1,5 @@
-"""``keep=``: values of the session and of the request that the rebuilt request of the completer also has."""
+"""``keep=``: values of the session and of the request that the rebuilt request of the completer
+also has."""
 
 import json
 import uuid
@@ -44,7 +45,8 @@ def shop_middleware(get_response: Any) -> Any:
 
 
 class Checkout:
-    """A phased view that fails between its phases while ``broken``, and records the values that each run reads."""
+    """A phased view that fails between its phases while ``broken``, and records the values that
+    each run reads."""
 
     def __init__(self, read: Callable[[HttpRequest], Any], **options: Any) -> None:
         self.broken, self.read = True, read
@@ -66,11 +68,16 @@ class Checkout:
 
 
 @pytest.fixture
-def checkout(serve: Serve, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkout]:
-    """Return a function that serves a checkout at /view/, behind a middleware that sets attributes."""
+def checkout(
+    serve: Serve, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Checkout]:
+    """Return a function that serves a checkout at /view/, behind a middleware that sets
+    attributes."""
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.shop_middleware"]
 
-    def put(read: Callable[[HttpRequest], Any], attributes: dict[str, Any] | None = None, **options: Any) -> Checkout:
+    def put(
+        read: Callable[[HttpRequest], Any], attributes: dict[str, Any] | None = None, **options: Any
+    ) -> Checkout:
         monkeypatch.setitem(globals(), "ATTRIBUTES", attributes or {})
         made = Checkout(read, **options)
         serve(view=made.view)
@@ -109,7 +116,9 @@ def rebuild_account(request: HttpRequest, key: IdempotencyKey) -> None:
     request.account = Group.objects.get(pk=request.idempotency_kept["account.pk"])
 
 
-def test_a_part_of_an_object_is_for_prepare_request(checkout: Any, sender: Sender, settings: Settings) -> None:
+def test_a_part_of_an_object_is_for_prepare_request(
+    checkout: Any, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": rebuild_account}
     group = Group.objects.create(name="north")
     lazy = SimpleLazyObject(lambda: Group.objects.get(pk=group.pk))
@@ -120,7 +129,9 @@ def test_a_part_of_an_object_is_for_prepare_request(checkout: Any, sender: Sende
 
 
 @pytest.mark.parametrize("value", ["1:signed", None, 7, {"lines": [1]}])
-def test_a_lazy_value_is_kept_as_the_value_behind_it(checkout: Any, sender: Sender, value: Any) -> None:
+def test_a_lazy_value_is_kept_as_the_value_behind_it(
+    checkout: Any, sender: Sender, value: Any
+) -> None:
     lazy = {"basket_hash": SimpleLazyObject(lambda: value)}
     shop = checkout(lambda request: request.basket_hash, lazy, keep=["basket_hash"])
     assert sender.send().status_code == 500
@@ -131,17 +142,24 @@ def test_a_lazy_value_is_kept_as_the_value_behind_it(checkout: Any, sender: Send
 
 def test_a_part_may_be_a_uuid(checkout: Any, sender: Sender, settings: Settings) -> None:
     seen: list[Any] = []
-    settings.IDEMPOTENCY = {"PREPARE_REQUEST": lambda request, key: seen.append(request.idempotency_kept)}
+    settings.IDEMPOTENCY = {
+        "PREPARE_REQUEST": lambda request, key: seen.append(request.idempotency_kept)
+    }
     number = uuid.uuid4()
-    shop = checkout(lambda request: None, {"account": Group(id=number)}, keep=["account.pk", "session.a"])
+    shop = checkout(
+        lambda request: None, {"account": Group(id=number)}, keep=["account.pk", "session.a"]
+    )
     in_session(sender, a=[1])
     assert sender.send().status_code == 500
     complete(shop)
     assert seen == [{"account.pk": str(number), "session.a": [1]}]
 
 
-def test_the_values_stay_once_something_is_begun_and_a_retry_may_have_others(checkout: Any, sender: Sender) -> None:
-    """The values are not part of the fingerprint, and the completer continues with the stored values."""
+def test_the_values_stay_once_something_is_begun_and_a_retry_may_have_others(
+    checkout: Any, sender: Sender
+) -> None:
+    """The values are not part of the fingerprint, and the completer continues with the stored
+    values."""
     shop = checkout(lambda request: request.session["basket"], keep=["session.basket"])
     in_session(sender, basket="first")
     assert sender.send().status_code == 500
@@ -154,7 +172,8 @@ def test_the_values_stay_once_something_is_begun_and_a_retry_may_have_others(che
 
 
 def test_while_nothing_is_begun_a_retry_replaces_the_values(serve: Serve, sender: Sender) -> None:
-    """A customer who changes the basket after a refusal pays for the new basket, even if the completer runs the request."""
+    """A customer who changes the basket after a refusal pays for the new basket, even if the
+    completer runs the request."""
     ends: list[Callable[[], object]] = []
 
     def work(request: HttpRequest) -> HttpResponseBase:
@@ -205,8 +224,12 @@ def test_the_session_of_the_completer_can_be_written_and_is_not_saved(
     assert IdempotencyKey.objects.get().key_hash in line
 
 
-def test_without_a_kept_session_value_the_completer_has_no_session(checkout: Any, sender: Sender) -> None:
-    shop = checkout(lambda request: hasattr(request, "session"), {"tenant": "north"}, keep=["tenant"])
+def test_without_a_kept_session_value_the_completer_has_no_session(
+    checkout: Any, sender: Sender
+) -> None:
+    shop = checkout(
+        lambda request: hasattr(request, "session"), {"tenant": "north"}, keep=["tenant"]
+    )
     assert sender.send().status_code == 500
     complete(shop)
     assert shop.seen == [True, False]
@@ -338,7 +361,9 @@ def test_while_nothing_is_begun_values_that_cannot_be_stored_are_an_error(
     assert IdempotencyKey.objects.values_list("request_headers", "attempts")[0] == before
 
 
-def test_a_running_request_is_in_use_though_the_values_of_a_retry_cannot_be_stored(serve: Serve, sender: Sender) -> None:
+def test_a_running_request_is_in_use_though_the_values_of_a_retry_cannot_be_stored(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=phased(raising(OSError), keep=["session.basket"]))
     assert sender.send().status_code == 500
     IdempotencyKey.objects.update(locked_until=lock_end())
@@ -346,11 +371,15 @@ def test_a_running_request_is_in_use_though_the_values_of_a_retry_cannot_be_stor
     assert sender.send().json()["code"] == "key_in_use"
 
 
-def test_nothing_is_kept_of_a_request_that_the_completer_cannot_run(checkout: Any, sender: Sender) -> None:
+def test_nothing_is_kept_of_a_request_that_the_completer_cannot_run(
+    checkout: Any, sender: Sender
+) -> None:
     checkout(lambda request: None, keep=["session.basket"], store_body=False)
     in_session(sender, basket="secret")
     sender.send()
-    assert "secret" not in json.dumps(IdempotencyKey.objects.values_list("request_headers", flat=True)[0])
+    assert "secret" not in json.dumps(
+        IdempotencyKey.objects.values_list("request_headers", flat=True)[0]
+    )
 
 
 @pytest.mark.postgres
@@ -388,7 +417,9 @@ def test_it_costs_no_statement(checkout: Any, sender: Sender) -> None:
         ({"keep": ["tenant"], "recovery_points": None}, "recovery_points"),
     ],
 )
-def test_names_that_cannot_be_kept_are_refused_at_decoration(options: dict[str, Any], message: str) -> None:
+def test_names_that_cannot_be_kept_are_refused_at_decoration(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         idempotent(**{"recovery_points": [], **options})
     idempotent(recovery_points=[], keep=["session.a.b", "tenant", "user.profile"])
@@ -400,8 +431,15 @@ def test_it_stands_in_the_policy(checkout: Any, settings: Settings) -> None:
     assert policy.keep == ("tenant",)
 
 
-def test_a_scope_that_reads_a_kept_attribute_names_the_sender(checkout: Any, sender: Sender) -> None:
-    shop = checkout(lambda request: request.tenant, {"tenant": "north"}, keep=["tenant"], scope=scopes.attribute("tenant"))
+def test_a_scope_that_reads_a_kept_attribute_names_the_sender(
+    checkout: Any, sender: Sender
+) -> None:
+    shop = checkout(
+        lambda request: request.tenant,
+        {"tenant": "north"},
+        keep=["tenant"],
+        scope=scopes.attribute("tenant"),
+    )
     sender.client.logout()
     assert sender.send().status_code == 500
     complete(shop)

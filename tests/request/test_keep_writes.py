@@ -1,4 +1,5 @@
-"""``not_stored(response, keep_writes=True)``: the writes are committed, and the key is free for the next request."""
+"""``not_stored(response, keep_writes=True)``: the writes are committed, and the key is free for the
+next request."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,9 @@ Serve = Callable[..., None]
 
 def count_attempt(status: int = 403, **marks: Any) -> HttpResponse:
     """Count a wrong PIN, and refuse it."""
-    Account.objects.update_or_create(name="wrong PINs", defaults={"balance": F("balance") + 1}, create_defaults={"balance": 1})
+    Account.objects.update_or_create(
+        name="wrong PINs", defaults={"balance": F("balance") + 1}, create_defaults={"balance": 1}
+    )
     response = HttpResponse("wrong PIN", status=status)
     return not_stored(response, **marks) if marks else response
 
@@ -43,7 +46,9 @@ def attempts() -> int:
 
 
 @pytest.mark.parametrize("status", [403, 429])
-def test_a_response_that_is_not_stored_undoes_the_count(status: int, serve: Serve, sender: Sender) -> None:
+def test_a_response_that_is_not_stored_undoes_the_count(
+    status: int, serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(lambda request: count_attempt(status)))
     assert [sender.send().status_code for _ in range(3)] == [status] * 3
     assert attempts() == 0
@@ -51,8 +56,15 @@ def test_a_response_that_is_not_stored_undoes_the_count(status: int, serve: Serv
 
 @pytest.mark.parametrize("status", [202, 402, 403, 409, 429, 500, 503])
 @pytest.mark.parametrize("isolation", [None, "serializable"])
-def test_the_count_is_kept_and_each_retry_runs(status: int, isolation: Any, serve: Serve, sender: Sender) -> None:
-    serve(view=plain(work := Counted(lambda request: count_attempt(status, keep_writes=True)), isolation=isolation))
+def test_the_count_is_kept_and_each_retry_runs(
+    status: int, isolation: Any, serve: Serve, sender: Sender
+) -> None:
+    serve(
+        view=plain(
+            work := Counted(lambda request: count_attempt(status, keep_writes=True)),
+            isolation=isolation,
+        )
+    )
     responses = [sender.send() for _ in range(3)]
     assert [response.status_code for response in responses] == [status] * 3
     assert not any("Idempotent-Replayed" in response for response in responses)
@@ -74,12 +86,18 @@ def test_another_request_may_use_the_key(serve: Serve, sender: Sender) -> None:
     assert attempts() == 3
 
 
-def test_rows_that_refer_to_the_key_are_kept_until_its_row_is_deleted(serve: Serve, sender: Sender) -> None:
+def test_rows_that_refer_to_the_key_are_kept_until_its_row_is_deleted(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(lambda request: not_stored(create(request), keep_writes=True)))
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     keys = IdempotencyKey.objects.order_by("pk")
-    assert [entry.idempotency_key_id for entry in Entry.objects.order_by("pk")] == [key.pk for key in keys]
-    assert [(key.response_code, key.response_body, key.stuck_at) for key in keys] == [(201, None, None)] * 2
+    assert [entry.idempotency_key_id for entry in Entry.objects.order_by("pk")] == [
+        key.pk for key in keys
+    ]
+    assert [(key.response_code, key.response_body, key.stuck_at) for key in keys] == [
+        (201, None, None)
+    ] * 2
     past_the_retention()
     assert reap_once().deleted == 2
     assert [entry.idempotency_key_id for entry in Entry.objects.all()] == [None, None]
@@ -98,7 +116,11 @@ def test_jobs_hooks_session_and_messages_are_kept(serve: Serve, sender: Sender) 
     serve(view=plain(work))
     for number in (1, 2):
         assert sender.send().status_code == 403
-        assert (StagedJob.objects.count(), len(hooks), sender.client.session["pins"]) == (number, number, number)
+        assert (StagedJob.objects.count(), len(hooks), sender.client.session["pins"]) == (
+            number,
+            number,
+            number,
+        )
 
 
 @pytest.mark.postgres
@@ -152,7 +174,9 @@ def test_a_failure_at_commit_keeps_nothing(serve: Serve, sender: Sender) -> None
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_the_writes_in_other_databases_are_kept(serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writes_in_other_databases_are_kept(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(connections.settings["shard_b"], "ATOMIC_REQUESTS", True)
     monkeypatch.setitem(connections["shard_b"].settings_dict, "ATOMIC_REQUESTS", True)
 
@@ -180,7 +204,9 @@ def test_the_writes_stand_or_fall_with_an_outer_transaction(serve: Serve, sender
     assert IdempotencyKey.objects.count() == 2
 
 
-def test_an_exception_keeps_nothing_and_its_response_is_refused(serve: Serve, sender: Sender) -> None:
+def test_an_exception_keeps_nothing_and_its_response_is_refused(
+    serve: Serve, sender: Sender
+) -> None:
     class WrongPin(APIException):
         status_code = 403
 
@@ -200,7 +226,9 @@ def test_an_exception_keeps_nothing_and_its_response_is_refused(serve: Serve, se
     assert attempts() == 0
 
 
-def test_in_a_phased_view_the_writes_outside_a_phase_are_kept_anyway(serve: Serve, sender: Sender) -> None:
+def test_in_a_phased_view_the_writes_outside_a_phase_are_kept_anyway(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=phased_outside(lambda request: count_attempt(keep_writes=True)))
     assert [sender.send().status_code for _ in range(2)] == [403, 403]
     assert attempts() == 2

@@ -1,4 +1,5 @@
-"""A connection to the database that is lost during a request: a 503, and the retry runs or resumes."""
+"""A connection to the database that is lost during a request: a 503, and the retry runs or
+resumes."""
 
 import os
 import socket
@@ -48,7 +49,11 @@ CUTS = [
 
 
 def _unavailable(answer: HttpResponse) -> bool:
-    return (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (503, "database_unavailable", True)
+    return (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (
+        503,
+        "database_unavailable",
+        True,
+    )
 
 
 @both_kinds
@@ -71,7 +76,11 @@ def test_a_claim_runs_on_the_connection_that_a_health_check_opens(
 @pytest.mark.postgres
 @pytest.mark.parametrize("cut", CUTS)
 def test_connection_lost_in_the_view_is_a_503(
-    cut: Callable[[], None], kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+    cut: Callable[[], None],
+    kind: Kind,
+    serve: Serve,
+    sender: Sender,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         response = create(request)
@@ -83,7 +92,10 @@ def test_connection_lost_in_the_view_is_a_503(
     serve(view=kind(counted := Counted(work)))
     assert _unavailable(sender.send())
     assert "the database 'default' cannot be reached: " in caplog.text
-    assert eventually(lambda: (answer := sender.send()).status_code != 409 and answer).status_code == 201
+    assert (
+        eventually(lambda: (answer := sender.send()).status_code != 409 and answer).status_code
+        == 201
+    )
     assert Entry.objects.count() == 1
     assert counted.runs == 2
 
@@ -102,7 +114,10 @@ def test_connection_lost_at_the_end_of_the_view_is_a_503(
 
     serve(view=kind(counted := Counted(work)))
     assert _unavailable(sender.send())
-    assert eventually(lambda: (answer := sender.send()).status_code != 409 and answer).status_code == 201
+    assert (
+        eventually(lambda: (answer := sender.send()).status_code != 409 and answer).status_code
+        == 201
+    )
     assert Entry.objects.count() == 1
 
 
@@ -112,7 +127,11 @@ def test_connection_lost_between_phases_is_a_503_and_the_retry_resumes(
     cut: Callable[[], None], serve: Serve, sender: Sender
 ) -> None:
     calls = Counted(lambda request: cut() if calls.runs == 1 else None)
-    serve(view=two_phases(first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)))
+    serve(
+        view=two_phases(
+            first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)
+        )
+    )
     assert _unavailable(sender.send())
     assert sender.send().status_code == 201
     assert (first.runs, calls.runs) == (1, 2)
@@ -120,15 +139,16 @@ def test_connection_lost_between_phases_is_a_503_and_the_retry_resumes(
 
 @pytest.fixture
 def lost_at_commit(transactional_db: None) -> Iterator[Callable[[], None]]:
-    """Terminate the backend of each transaction that writes an entry, in its COMMIT; yield a function that stops this."""
+    """Terminate the backend of each transaction that writes an entry, in its COMMIT; yield a
+    function that stops this."""
     with connection.cursor() as cursor:
         cursor.execute(
             "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS "
             "$$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END $$"
         )
         cursor.execute(
-            "CREATE CONSTRAINT TRIGGER dies AFTER INSERT ON tests_entry DEFERRABLE INITIALLY DEFERRED "
-            "FOR EACH ROW EXECUTE FUNCTION die()"
+            "CREATE CONSTRAINT TRIGGER dies AFTER INSERT ON tests_entry DEFERRABLE INITIALLY"
+            " DEFERRED FOR EACH ROW EXECUTE FUNCTION die()"
         )
 
     def stop() -> None:
@@ -169,7 +189,10 @@ def test_a_release_that_fails_twice_is_tried_later(
     monkeypatch.setattr(fence, "release", fail_twice)
     serve(view=phased(lambda request: HttpResponse(status=503)))
     assert sender.send().status_code == 500, "a phase stores no 503"
-    assert "could not be released, retrying until its lock expires: the database is down" in caplog.text
+    assert (
+        "could not be released, retrying until its lock expires: the database is down"
+        in caplog.text
+    )
     assert eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
 
 

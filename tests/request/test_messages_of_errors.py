@@ -1,4 +1,5 @@
-"""A key stores the status and the message of a response that is not stored, so that errors are distinguishable."""
+"""A key stores the status and the message of a response that is not stored, so that errors are
+distinguishable."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +23,8 @@ MESSAGE = "Stripe lists no charge"
 
 
 def kept_of(response: Any, serve: Serve, sender: Sender, **options: Any) -> str:
-    """Return the last error of a key whose view returns ``response``; the history has the beginning of this error."""
+    """Return the last error of a key whose view returns ``response``; the history has the beginning
+    of this error."""
     serve(view=phased_outside(lambda request: response, **options))
     assert sender.send().status_code == response.status_code
     key = IdempotencyKey.objects.get()
@@ -72,26 +74,37 @@ def test_a_long_message_ends_with_a_sign(serve: Serve, sender: Sender) -> None:
         StreamingHttpResponse([MESSAGE.encode()], status=503, content_type="text/plain"),
     ],
 )
-def test_a_body_without_a_message_leaves_the_status(response: Any, serve: Serve, sender: Sender) -> None:
+def test_a_body_without_a_message_leaves_the_status(
+    response: Any, serve: Serve, sender: Sender
+) -> None:
     assert kept_of(response, serve, sender).endswith("status 503.")
 
 
 @pytest.mark.parametrize("status", [503, 403])
-def test_a_view_that_stores_no_body_keeps_no_message(status: int, serve: Serve, sender: Sender) -> None:
+def test_a_view_that_stores_no_body_keeps_no_message(
+    status: int, serve: Serve, sender: Sender
+) -> None:
     response = JsonResponse({"detail": MESSAGE}, status=status)
     assert kept_of(response, serve, sender, store_body=False).endswith(f"status {status}.")
-    assert MESSAGE not in json.dumps(list(IdempotencyKey.objects.values_list("history", "last_error")))
+    assert MESSAGE not in json.dumps(
+        list(IdempotencyKey.objects.values_list("history", "last_error"))
+    )
 
 
-def test_responses_with_different_messages_are_different_errors(serve: Serve, sender: Sender) -> None:
+def test_responses_with_different_messages_are_different_errors(
+    serve: Serve, sender: Sender
+) -> None:
     first, same, other = (
-        group_of(f"The view responded with status 503: {text}") for text in ("no ride 7", "no ride 8", "no charge 8")
+        group_of(f"The view responded with status 503: {text}")
+        for text in ("no ride 7", "no ride 8", "no charge 8")
     )
     assert first == same != other
 
 
 @pytest.mark.parametrize("store_body", [True, False])
-def test_the_reason_has_the_message_of_an_on_abandon_that_is_refused(store_body: bool, serve: Serve, sender: Sender) -> None:
+def test_the_reason_has_the_message_of_an_on_abandon_that_is_refused(
+    store_body: bool, serve: Serve, sender: Sender
+) -> None:
     def view(request: HttpRequest) -> HttpResponse:
         raise OSError("down")
 

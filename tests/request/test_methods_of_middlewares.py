@@ -40,10 +40,14 @@ def watching(settings: Settings) -> None:
 
 def page(request: HttpRequest) -> TemplateResponse:
     """Return a page that is rendered late."""
-    return TemplateResponse(request, engines["django"].from_string("Hello {{ name }}"), {"name": "view"})
+    return TemplateResponse(
+        request, engines["django"].from_string("Hello {{ name }}"), {"name": "view"}
+    )
 
 
-def test_a_template_is_rendered_before_the_middleware_changes_its_context(serve: Serve, sender: Sender) -> None:
+def test_a_template_is_rendered_before_the_middleware_changes_its_context(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=idempotent(page), other=page)
     assert sender.send("/other/").content == b"Hello middleware"
     assert [sender.send().content for _ in range(2)] == [b"Hello view"] * 2
@@ -60,9 +64,15 @@ def broken(request: HttpRequest) -> HttpResponse:
     raise ZeroDivisionError
 
 
-def test_an_exception_whose_response_is_stored_reaches_no_middleware(serve: Serve, sender: Sender) -> None:
+def test_an_exception_whose_response_is_stored_reaches_no_middleware(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=idempotent(missing), broken=idempotent(broken), other=missing)
-    assert [sender.send(f"/{name}/", name).status_code for name in ("other", "view", "broken")] == [404, 404, 500]
+    assert [sender.send(f"/{name}/", name).status_code for name in ("other", "view", "broken")] == [
+        404,
+        404,
+        500,
+    ]
     assert CALLS == ["Http404", "ZeroDivisionError"]
 
 

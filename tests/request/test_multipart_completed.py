@@ -1,4 +1,5 @@
-"""The completer rebuilds a multipart request as multipart, so that views that parse only multipart can read it."""
+"""The completer rebuilds a multipart request as multipart, so that views that parse only multipart
+can read it."""
 
 from typing import Any
 from unittest.mock import ANY
@@ -47,7 +48,9 @@ class Form:
     def run(self, request: Any, fields: Any) -> HttpResponseBase:
         key = request.idempotency_key
         for _ in key.phases():
-            self.seen.append((request.content_type, [(name, values) for name, values in fields.lists()]))
+            self.seen.append(
+                (request.content_type, [(name, values) for name, values in fields.lists()])
+            )
             if len(self.seen) == 1:
                 return HttpResponse(status=503)
             with atomic_phase(key) as phase:
@@ -85,7 +88,11 @@ def client() -> Client:
 def part(name: str, value: bytes) -> bytes:
     """Return a field as a browser encodes it, with any name."""
     escaped = "".join(f"%{byte:02X}" for byte in name.encode())
-    return f"--{BOUNDARY}\r\nContent-Disposition: form-data; name*=UTF-8''{escaped}\r\n\r\n".encode() + value + b"\r\n"
+    return (
+        f"--{BOUNDARY}\r\nContent-Disposition: form-data; name*=UTF-8''{escaped}\r\n\r\n".encode()
+        + value
+        + b"\r\n"
+    )
 
 
 def post(client: Client, body: bytes, charset: str = "") -> Any:
@@ -99,15 +106,23 @@ def post(client: Client, body: bytes, charset: str = "") -> Any:
 
 
 @pytest.mark.parametrize("kind", ["django", "rest"])
-def test_a_view_that_parses_only_multipart_is_completed(kind: str, serve: Any, client: Client) -> None:
+def test_a_view_that_parses_only_multipart_is_completed(
+    kind: str, serve: Any, client: Client
+) -> None:
     form = Form()
     serve(view=getattr(form, kind)())
-    assert client.post("/view/", {"name": "one"}, headers={"Idempotency-Key": "key-1"}).status_code == 503
+    assert (
+        client.post("/view/", {"name": "one"}, headers={"Idempotency-Key": "key-1"}).status_code
+        == 503
+    )
     abandon()
     assert complete_once() == CompletePass(finished=1)
     assert form.seen == [("multipart/form-data", [("name", ["one"])])] * 2
     retry = client.post("/view/", {"name": "one"}, headers={"Idempotency-Key": "key-1"})
-    assert (retry.status_code, retry["Idempotent-Replayed"]) == (201, "true"), "a new boundary is the same request"
+    assert (retry.status_code, retry["Idempotent-Replayed"]) == (
+        201,
+        "true",
+    ), "a new boundary is the same request"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +156,9 @@ def test_names_and_values_come_back_as_they_were(serve: Any, client: Client) -> 
     serve(view=form.django())
     fields = [*ODD.items(), ("plain", "b"), ("lines", "again")]
     # The boundary in a value must not end the part in the request of the client, either.
-    body = b"".join(part(name, value.replace(BOUNDARY, "another").encode()) for name, value in fields)
+    body = b"".join(
+        part(name, value.replace(BOUNDARY, "another").encode()) for name, value in fields
+    )
     assert post(client, body).status_code == 503
     abandon()
     assert complete_once() == CompletePass(finished=1)
@@ -153,7 +170,10 @@ def test_names_and_values_come_back_as_they_were(serve: Any, client: Client) -> 
 def test_a_charset_of_its_own_comes_back(serve: Any, client: Client) -> None:
     form = Form()
     serve(view=form.django())
-    assert post(client, part("name", "Grünau".encode("latin-1")), "; charset=latin-1").status_code == 503
+    assert (
+        post(client, part("name", "Grünau".encode("latin-1")), "; charset=latin-1").status_code
+        == 503
+    )
     abandon()
     assert complete_once() == CompletePass(finished=1)
     assert form.seen == [("multipart/form-data", [("name", ["Grünau"])])] * 2

@@ -1,4 +1,5 @@
-"""The OpenAPI description of protected views: in the demo's document, by drf-spectacular, and by Django Ninja."""
+"""The OpenAPI description of protected views: in the demo's document, by drf-spectacular, and by
+Django Ninja."""
 
 import json
 import re
@@ -74,7 +75,9 @@ def made_with_spectacular(*patterns: URLPattern, version: str = "3.1.0") -> dict
 
 
 def key_parameter(operation: dict[str, Any]) -> dict[str, Any] | None:
-    given = [parameter for parameter in operation.get("parameters", []) if parameter["in"] == "header"]
+    given = [
+        parameter for parameter in operation.get("parameters", []) if parameter["in"] == "header"
+    ]
     assert len(given) < 2
     return given[0] if given else None
 
@@ -107,7 +110,10 @@ def test_37_spectacular_describes_the_methods_that_are_protected(version: str) -
         ("/set", "put"): False,
         ("/set/send", "post"): True,
     }
-    assert [key_parameter(document["paths"][address]["post"])["required"] for address in ("/transfers", "/set")] == [
+    assert [
+        key_parameter(document["paths"][address]["post"])["required"]
+        for address in ("/transfers", "/set")
+    ] == [
         True,
         False,
     ]
@@ -122,7 +128,10 @@ def test_37_spectacular_describes_a_function() -> None:
     transfer.cls.schema = AutoSchema()
     document = made_with_spectacular(path("transfer", transfer))
 
-    assert {method: is_described(operation) for method, operation in document["paths"]["/transfer"].items()} == {
+    assert {
+        method: is_described(operation)
+        for method, operation in document["paths"]["/transfer"].items()
+    } == {
         "get": False,
         "post": True,
     }
@@ -146,11 +155,16 @@ def test_37_what_spectacular_was_told_of_a_method_stays(settings: Settings) -> N
 
     operations = made_with_spectacular(path("told", Told.as_view()))["paths"]["/told"]
 
-    assert [(operation["summary"], is_described(operation)) for operation in operations.values()] == [
+    assert [
+        (operation["summary"], is_described(operation)) for operation in operations.values()
+    ] == [
         ("Above", True),
         ("Below", True),
     ]
-    assert set(operations["post"]["responses"]["409"]["content"]) == {"application/json", "application/problem+json"}
+    assert set(operations["post"]["responses"]["409"]["content"]) == {
+        "application/json",
+        "application/problem+json",
+    }
 
 
 def test_37_the_policy_is_that_of_the_settings(settings: Settings) -> None:
@@ -161,7 +175,9 @@ def test_37_the_policy_is_that_of_the_settings(settings: Settings) -> None:
         "REPLAYED_HEADER": "X-Replayed",
         "KEY_MAX_LENGTH": 64,
     }
-    operation = made_with_spectacular(path("transfers", Transfers.as_view()))["paths"]["/transfers"]["post"]
+    operation = made_with_spectacular(path("transfers", Transfers.as_view()))["paths"][
+        "/transfers"
+    ]["post"]
 
     assert key_parameter(operation)["name"] == "PayPal-Request-Id"
     assert "48 hours" in key_parameter(operation)["description"]
@@ -169,7 +185,11 @@ def test_37_the_policy_is_that_of_the_settings(settings: Settings) -> None:
     assert "different request" in operation["responses"]["409"]["description"]
     assert "X-Replayed" in operation["responses"]["200"]["headers"]
     published = operation["x-idempotency"]
-    assert (published["retention_hours"], published["key_max_length"], published["mismatch_status"]) == (48, 64, 409)
+    assert (
+        published["retention_hours"],
+        published["key_max_length"],
+        published["mismatch_status"],
+    ) == (48, 64, 409)
 
 
 def test_37_ninja_describes_the_operations_that_are_protected() -> None:
@@ -187,15 +207,26 @@ def test_37_ninja_describes_the_operations_that_are_protected() -> None:
     document = json.loads(json.dumps(api.get_openapi_schema(path_prefix="")))
     validate_schema(document)
     operation = document["paths"]["/transfers"]["post"]
-    assert (is_described(operation), is_described(document["paths"]["/plain"]["post"])) == (True, False)
-    assert set(operation["responses"]["409"]["content"]) == {"application/json", "application/problem+json"}
+    assert (is_described(operation), is_described(document["paths"]["/plain"]["post"])) == (
+        True,
+        False,
+    )
+    assert set(operation["responses"]["409"]["content"]) == {
+        "application/json",
+        "application/problem+json",
+    }
     assert "Idempotent-Replayed" in operation["responses"]["201"]["headers"]
-    assert [parameter["name"] for parameter in operation["parameters"]] == ["amount", "Idempotency-Key"]
+    assert [parameter["name"] for parameter in operation["parameters"]] == [
+        "amount",
+        "Idempotency-Key",
+    ]
 
 
 def test_37_another_form_of_errors_is_not_described_as_a_problem(settings: Settings) -> None:
     settings.IDEMPOTENCY = {"ERROR_RENDERER": lambda **members: None}
-    operation = made_with_spectacular(path("transfers", Transfers.as_view()))["paths"]["/transfers"]["post"]
+    operation = made_with_spectacular(path("transfers", Transfers.as_view()))["paths"][
+        "/transfers"
+    ]["post"]
 
     assert all("content" not in operation["responses"][status] for status in STATUSES)
 
@@ -203,7 +234,14 @@ def test_37_another_form_of_errors_is_not_described_as_a_problem(settings: Setti
 def test_what_an_operation_says_itself_is_kept() -> None:
     api = NinjaAPI(urls_namespace="own")
     own = {
-        "parameters": [{"name": "idempotency-key", "in": "header", "description": "Ours.", "schema": {"type": "string"}}],
+        "parameters": [
+            {
+                "name": "idempotency-key",
+                "in": "header",
+                "description": "Ours.",
+                "schema": {"type": "string"},
+            }
+        ],
         "responses": {409: {"description": "Ours."}},
     }
 
@@ -213,7 +251,10 @@ def test_what_an_operation_says_itself_is_kept() -> None:
         return None
 
     operation = api.get_openapi_schema(path_prefix="")["paths"]["/transfers"]["post"]
-    assert (key_parameter(operation)["description"], operation["responses"][409]["description"]) == ("Ours.", "Ours.")
+    assert (
+        key_parameter(operation)["description"],
+        operation["responses"][409]["description"],
+    ) == ("Ours.", "Ours.")
     assert "Retry-After" in operation["responses"][409]["headers"]
 
 
@@ -224,10 +265,14 @@ def test_the_document_of_the_demo_is_valid() -> None:
 
 def test_the_document_of_the_demo_has_every_route() -> None:
     routes = {
-        "/" + re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", str(route.pattern)) for route in urlpatterns if isinstance(route, URLPattern)
+        "/" + re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", str(route.pattern))
+        for route in urlpatterns
+        if isinstance(route, URLPattern)
     }
     # The routes of the page are not public, and may change with the page.
-    assert set(DEMO["paths"]) == {route for route in routes if not route.startswith(("/page/", "/switches/"))}
+    assert set(DEMO["paths"]) == {
+        route for route in routes if not route.startswith(("/page/", "/switches/"))
+    }
 
 
 def test_the_document_of_the_demo_says_which_requests_need_a_key() -> None:
@@ -243,10 +288,16 @@ def test_the_document_of_the_demo_says_which_requests_need_a_key() -> None:
         for method, operation in methods.items()
         if method != "parameters" and key in operation.get("parameters", [])
     }
-    methods_of_routes = {(address, method.upper()) for address, methods in DEMO["paths"].items() for method in methods}
+    methods_of_routes = {
+        (address, method.upper())
+        for address, methods in DEMO["paths"].items()
+        for method in methods
+    }
     assert described == protected & methods_of_routes
     assert {address for address, _ in described} == {address for address, _ in protected}
 
 
 def test_the_document_of_the_demo_knows_every_code() -> None:
-    assert set(DEMO["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]) == set(_TITLES)
+    assert set(DEMO["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]) == set(
+        _TITLES
+    )

@@ -1,4 +1,5 @@
-"""A protected view inside a transaction of a middleware or of a decorator: a plain view is a savepoint of it."""
+"""A protected view inside a transaction of a middleware or of a decorator: a plain view is a
+savepoint of it."""
 
 import logging
 import time
@@ -33,7 +34,8 @@ Serve = Callable[..., None]
 
 
 class Middleware:
-    """A middleware with a transaction around each request, in which it writes before and after the view."""
+    """A middleware with a transaction around each request, in which it writes before and after the
+    view."""
 
     def __init__(self) -> None:
         #: Called with the response, in the transaction.
@@ -80,15 +82,23 @@ def rows() -> tuple[int, int, int]:
 # One unit
 
 
-def test_key_writes_and_response_commit_with_the_transaction(serve: Serve, sender: Sender, middleware: Middleware) -> None:
+def test_key_writes_and_response_commit_with_the_transaction(
+    serve: Serve, sender: Sender, middleware: Middleware
+) -> None:
     serve(view=plain(work := Counted()))
     first, second = sender.send(), sender.send()
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
     assert sender.send(body={"a": 2}).status_code == 422
     assert (work.runs, rows()) == (1, (3, 1, 1))
 
 
-def test_they_vanish_with_the_transaction_and_a_retry_runs(serve: Serve, sender: Sender, middleware: Middleware) -> None:
+def test_they_vanish_with_the_transaction_and_a_retry_runs(
+    serve: Serve, sender: Sender, middleware: Middleware
+) -> None:
     serve(view=plain(work := Counted()))
     middleware.end = roll_back
     assert sender.send().status_code == 201
@@ -98,8 +108,12 @@ def test_they_vanish_with_the_transaction_and_a_retry_runs(serve: Serve, sender:
     assert (work.runs, rows()) == (2, (2, 1, 1))
 
 
-@pytest.mark.parametrize("decorate", [transaction.atomic, transaction.atomic()], ids=["bare", "called"])
-def test_a_decorator_outside_is_an_outer_transaction_too(decorate: Any, serve: Serve, sender: Sender) -> None:
+@pytest.mark.parametrize(
+    "decorate", [transaction.atomic, transaction.atomic()], ids=["bare", "called"]
+)
+def test_a_decorator_outside_is_an_outer_transaction_too(
+    decorate: Any, serve: Serve, sender: Sender
+) -> None:
     serve(view=decorate(plain(work := Counted())))
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert (work.runs, rows()) == (1, (0, 1, 1))
@@ -120,7 +134,9 @@ def test_an_answer_that_is_not_stored_rolls_back_the_view_alone(
     assert "left" not in sender.client.session
 
 
-def test_an_exception_rolls_back_the_view_alone(serve: Serve, sender: Sender, middleware: Middleware) -> None:
+def test_an_exception_rolls_back_the_view_alone(
+    serve: Serve, sender: Sender, middleware: Middleware
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         create(request)
         raise OSError("on purpose")
@@ -130,7 +146,9 @@ def test_an_exception_rolls_back_the_view_alone(serve: Serve, sender: Sender, mi
     assert rows() == (1, 0, 0)
 
 
-def test_a_job_of_the_view_is_staged_with_the_transaction(serve: Serve, sender: Sender, middleware: Middleware) -> None:
+def test_a_job_of_the_view_is_staged_with_the_transaction(
+    serve: Serve, sender: Sender, middleware: Middleware
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         stage_job("tests.kit.jobs.anything", {})
         return create(request)
@@ -160,7 +178,9 @@ def test_a_repeat_in_the_same_transaction_is_a_replay(sender: Sender) -> None:
 
 
 @pytest.mark.postgres
-def test_an_async_view_behind_asgi_is_a_savepoint_too(serve: Serve, middleware: Middleware, transactional_db: None) -> None:
+def test_an_async_view_behind_asgi_is_a_savepoint_too(
+    serve: Serve, middleware: Middleware, transactional_db: None
+) -> None:
     async def work(request: HttpRequest) -> HttpResponse:
         await Entry.objects.acreate(name="made")
         return HttpResponse(status=201)
@@ -192,7 +212,8 @@ def missing(request: Any) -> Response:
 
 
 def returned(request: Any) -> Response:
-    """Return the answer to an exception that was caught: the handler has marked the transaction for rollback."""
+    """Return the answer to an exception that was caught: the handler has marked the transaction for
+    rollback."""
     Entry.objects.create(name="made")
     response: Response = request.parser_context["view"].handle_exception(ValidationError("no"))
     return response
@@ -227,7 +248,12 @@ def test_the_rollback_of_rest_framework_does_not_take_the_key_of_a_stored_answer
 
 @pytest.mark.parametrize("outer", [True, False])
 def test_a_returned_answer_after_its_rollback_is_stored_without_the_writes(
-    outer: bool, serve: Serve, sender: Sender, settings: Settings, middleware: Middleware, monkeypatch: pytest.MonkeyPatch
+    outer: bool,
+    serve: Serve,
+    sender: Sender,
+    settings: Settings,
+    middleware: Middleware,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
     if not outer:
@@ -241,7 +267,11 @@ def test_a_returned_answer_after_its_rollback_is_stored_without_the_writes(
 
     serve(view=Orders.as_view())
     first, second = sender.send(), sender.send()
-    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (400, first.content, "true")
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (
+        400,
+        first.content,
+        "true",
+    )
     assert (runs.runs, rows()[1:]) == (1, (0, 1))
 
 
@@ -258,7 +288,9 @@ def test_a_transaction_that_is_rolled_back_from_400_takes_the_key_of_a_400(
 
 
 @pytest.mark.postgres
-def test_a_duplicate_is_refused_while_the_transaction_is_open(serve: Serve, sender: Sender, middleware: Middleware) -> None:
+def test_a_duplicate_is_refused_while_the_transaction_is_open(
+    serve: Serve, sender: Sender, middleware: Middleware
+) -> None:
     gate = Gate()
     middleware.end = lambda response: gate.wait_here()
     serve(view=plain(work := Counted(), wait_seconds=30))
@@ -267,7 +299,8 @@ def test_a_duplicate_is_refused_while_the_transaction_is_open(serve: Serve, send
         begun = time.monotonic()
         # In a thread of its own: a request in the main thread never waits.
         second, other = (
-            elsewhere(partial(another_client(sender).send, body=body)).status_code for body in ({"a": 1}, {"a": 2})
+            elsewhere(partial(another_client(sender).send, body=body)).status_code
+            for body in ({"a": 1}, {"a": 2})
         )
         assert time.monotonic() - begun < 20
         gate.open()
@@ -277,7 +310,9 @@ def test_a_duplicate_is_refused_while_the_transaction_is_open(serve: Serve, send
 
 
 @pytest.mark.postgres
-def test_a_serialization_failure_goes_outward_unchanged(serve: Serve, sender: Sender, middleware: Middleware) -> None:
+def test_a_serialization_failure_goes_outward_unchanged(
+    serve: Serve, sender: Sender, middleware: Middleware
+) -> None:
     account = Account.objects.create(name="shared")
     raised: list[BaseException] = []
 
@@ -296,7 +331,9 @@ def test_a_serialization_failure_goes_outward_unchanged(serve: Serve, sender: Se
             raised.append(error)
             raise
 
-    middleware.begin = lambda: connection.cursor().execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    middleware.begin = lambda: connection.cursor().execute(
+        "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
+    )
     serve(view=noting)
     assert sender.send().status_code == 500
     assert [error.__cause__.sqlstate for error in raised] == ["40001"]
@@ -333,7 +370,9 @@ def test_an_isolation_that_the_transaction_has_is_accepted_and_another_one_is_re
     serve(view=plain(Counted(), isolation="serializable"))
     assert sender.send().status_code == 500
     assert not IdempotencyKey.objects.exists()
-    middleware.begin = lambda: connection.cursor().execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+    middleware.begin = lambda: connection.cursor().execute(
+        "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE"
+    )
     assert sender.send().status_code == 201
 
 
@@ -341,7 +380,9 @@ def test_an_isolation_that_the_transaction_has_is_accepted_and_another_one_is_re
 
 
 @pytest.mark.postgres
-def test_the_time_limits_of_the_transaction_stay(serve: Serve, sender: Sender, middleware: Middleware) -> None:
+def test_the_time_limits_of_the_transaction_stay(
+    serve: Serve, sender: Sender, middleware: Middleware
+) -> None:
     limits = "idle_in_transaction_session_timeout", "lock_timeout", "statement_timeout"
     found: list[list[str]] = []
 
@@ -414,7 +455,12 @@ def announced() -> Iterator[list[tuple[str, bool]]]:
         yield
         getattr(signals, name).disconnect(note)
 
-    with noted("key_claimed"), noted("key_finished"), noted("key_replayed"), noted("request_answered"):
+    with (
+        noted("key_claimed"),
+        noted("key_finished"),
+        noted("key_replayed"),
+        noted("request_answered"),
+    ):
         yield found
 
 
@@ -427,7 +473,11 @@ def test_signals_and_counts_follow_the_commit(
     assert not announced
     middleware.end = lambda response: None
     sender.send()
-    assert announced == [("key_claimed", False), ("key_finished", False), ("request_answered ran", False)]
+    assert announced == [
+        ("key_claimed", False),
+        ("key_finished", False),
+        ("request_answered ran", False),
+    ]
     announced.clear()
     sender.send()
     assert [name for name, _ in announced] == ["key_replayed", "request_answered replayed"]
@@ -449,7 +499,9 @@ def test_a_transaction_that_outlives_the_lease_is_logged(
     with caplog.at_level(logging.WARNING, "idempotency"):
         assert sender.send().status_code == 201
     key = IdempotencyKey.objects.get()
-    logged = [record for record in caplog.records if getattr(record, "key_hash", "") == key.key_hash]
+    logged = [
+        record for record in caplog.records if getattr(record, "key_hash", "") == key.key_hash
+    ]
     assert len(logged) == lines
     assert all(f"{__name__}.Middleware.__call__" in record.getMessage() for record in logged)
 
@@ -478,7 +530,9 @@ def test_a_thousand_keys_of_one_transaction_are_the_most(sender: Sender) -> None
     view = plain(lambda request: HttpResponse(status=201), scope=lambda request: "anybody")
 
     def send(number: int) -> int:
-        return view(RequestFactory().post("/", headers={"Idempotency-Key": f"key-{number}"})).status_code
+        return view(
+            RequestFactory().post("/", headers={"Idempotency-Key": f"key-{number}"})
+        ).status_code
 
     with transaction.atomic():
         assert {send(number) for number in range(999)} == {201}
@@ -503,7 +557,9 @@ def test_with_confirmed_replication_it_is_refused(
     assert work.runs == 0
 
 
-def test_the_transaction_of_atomic_requests_is_refused(serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transaction_of_atomic_requests_is_refused(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Django opens it around an unprotected view that calls a protected one."""
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
     view = plain(work := Counted())

@@ -1,4 +1,5 @@
-"""Code that runs before the decorator: a permission, and ``dispatch()`` of a class with its check."""
+"""Code that runs before the decorator: a permission, and ``dispatch()`` of a class with its
+check."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -124,19 +125,27 @@ def warnings() -> list[str]:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_dispatch_of_the_project_above_the_decorator_is_a_warning(view: Any, named: str, settings: Settings) -> None:
+def test_a_dispatch_of_the_project_above_the_decorator_is_a_warning(
+    view: Any, named: str, settings: Settings
+) -> None:
     served(settings, view.as_view())
     [message] = warnings()
     assert f"{HERE}.{named}.dispatch" in message
 
 
-@pytest.mark.parametrize("view", [Whole.as_view(), OfDjango.as_view(), SetUp.as_view(), idempotent(Basket.as_view())])
-def test_a_dispatch_inside_the_decorator_and_one_of_django_are_none(view: Any, settings: Settings) -> None:
+@pytest.mark.parametrize(
+    "view", [Whole.as_view(), OfDjango.as_view(), SetUp.as_view(), idempotent(Basket.as_view())]
+)
+def test_a_dispatch_inside_the_decorator_and_one_of_django_are_none(
+    view: Any, settings: Settings
+) -> None:
     served(settings, view)
     assert warnings() == []
 
 
-def test_what_the_warning_is_about_sends_the_retry_elsewhere(settings: Settings, sender: Sender) -> None:
+def test_what_the_warning_is_about_sends_the_retry_elsewhere(
+    settings: Settings, sender: Sender
+) -> None:
     served(settings, ByName.as_view(), Whole.as_view())
     assert [sender.send("/0/").status_code for _ in range(2)] == [201, 302]
     Entry.objects.all().delete()

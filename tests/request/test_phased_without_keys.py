@@ -36,7 +36,11 @@ def test_unprotected_requests_do_their_work_without_phases(serve: Serve, sender:
 
     serve(view=view)
     assert [sender.send(key=key).status_code for key in (None, None, "key-1", "key-1")] == [201] * 4
-    assert [entry.name for entry in Entry.objects.order_by("pk")] == ["unprotected", "unprotected", "protected"]
+    assert [entry.name for entry in Entry.objects.order_by("pk")] == [
+        "unprotected",
+        "unprotected",
+        "protected",
+    ]
 
 
 def test_requests_with_a_key_of_the_server_are_completed(serve: Serve, sender: Sender) -> None:
@@ -58,4 +62,7 @@ def test_requests_with_a_key_of_the_server_are_completed(serve: Serve, sender: S
     assert [sender.send(key=None).status_code for _ in range(2)] == [500, 201]
     abandon()
     assert complete_once() == CompletePass(finished=1)
-    assert (Entry.objects.count(), IdempotencyKey.objects.count()) == (2, 2), "the client has ordered twice"
+    assert (Entry.objects.count(), IdempotencyKey.objects.count()) == (
+        2,
+        2,
+    ), "the client has ordered twice"

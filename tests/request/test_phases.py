@@ -13,7 +13,12 @@ from django.template.response import SimpleTemplateResponse
 from pytest_django import Settings
 
 from idempotency.decorators import idempotent
-from idempotency.exceptions import DownstreamKeyExpired, KeyStuck, PhaseDidNotAdvance, UnknownRecoveryPoint
+from idempotency.exceptions import (
+    DownstreamKeyExpired,
+    KeyStuck,
+    PhaseDidNotAdvance,
+    UnknownRecoveryPoint,
+)
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from idempotency.signals import key_finished, key_stuck
@@ -37,7 +42,8 @@ def two_phases(between: Any = lambda: None, inside: Any = lambda: None) -> Any:
             match recovery_point:
                 case "started":
                     with atomic_phase(key) as phase:
-                        # The entry has no unique foreign key to the key: a takeover would wait for the row of the first run.
+                        # The entry has no unique foreign key to the key: a takeover would wait for
+                        # the row of the first run.
                         Entry.objects.create(name="ours")
                         inside()
                         phase.set_recovery_point("entry_created")
@@ -65,7 +71,9 @@ def one_phase(body: Any) -> Any:
     return view
 
 
-def test_a_crash_between_phases_is_resumed_from_the_last_recovery_point(serve: Any, sender: Sender) -> None:
+def test_a_crash_between_phases_is_resumed_from_the_last_recovery_point(
+    serve: Any, sender: Sender
+) -> None:
     calls = []
 
     def crash_once() -> None:
@@ -83,7 +91,13 @@ def test_a_crash_between_phases_is_resumed_from_the_last_recovery_point(serve: A
     assert "Idempotent-Replayed" not in answer
     assert sorted(Entry.objects.values_list("name", flat=True)) == ["ours", "second phase"]
     key.refresh_from_db()
-    assert [event["event"] for event in key.history] == ["claimed", "recovery point", "error", "claimed", "finished"]
+    assert [event["event"] for event in key.history] == [
+        "claimed",
+        "recovery point",
+        "error",
+        "claimed",
+        "finished",
+    ]
 
 
 def test_a_phase_that_fails_leaves_nothing(serve: Any, sender: Sender) -> None:
@@ -131,7 +145,9 @@ def test_a_pass_that_moves_nothing_does_not_spin(moves: int, serve: Any, sender:
 
 
 @pytest.mark.parametrize("name", ["unheard_of", "started", "finished", ""])
-def test_an_undeclared_recovery_point_is_refused_at_once(serve: Any, sender: Sender, name: str) -> None:
+def test_an_undeclared_recovery_point_is_refused_at_once(
+    serve: Any, sender: Sender, name: str
+) -> None:
     def jump(key: IdempotencyKey) -> None:
         with atomic_phase(key) as phase:
             Entry.objects.create(name="lost")
@@ -178,7 +194,11 @@ def test_phases_cannot_be_nested_nor_stand_in_a_transaction(serve: Any, sender: 
             with pytest.raises(RuntimeError, match="nested"), atomic_phase(key):
                 pass
             phase.set_recovery_point("one")
-        with transaction.atomic(), pytest.raises(RuntimeError, match="inside a transaction"), atomic_phase(key):
+        with (
+            transaction.atomic(),
+            pytest.raises(RuntimeError, match="inside a transaction"),
+            atomic_phase(key),
+        ):
             pass
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse("done"))
@@ -212,8 +232,11 @@ def test_a_phase_is_over_when_its_block_is_left(serve: Any, sender: Sender) -> N
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
-def test_a_takeover_rolls_the_late_runs_writes_back(serve: Any, sender: Sender, settings: Settings, isolation: str) -> None:
-    """The lock of the first run expires in its first phase; a retry finishes; then the first run continues."""
+def test_a_takeover_rolls_the_late_runs_writes_back(
+    serve: Any, sender: Sender, settings: Settings, isolation: str
+) -> None:
+    """The lock of the first run expires in its first phase; a retry finishes; then the first run
+    continues."""
     settings.IDEMPOTENCY = {"PHASE_ISOLATION": isolation}
     gate = Gate()
     serve(view=two_phases(inside=gate.wait_here))
@@ -231,7 +254,8 @@ def test_a_takeover_rolls_the_late_runs_writes_back(serve: Any, sender: Sender, 
 
 @pytest.mark.postgres
 def test_a_late_run_between_phases_writes_nothing_more(serve: Any, sender: Sender) -> None:
-    """The lock of the first run expires during a downstream call; both runs return the same response."""
+    """The lock of the first run expires during a downstream call; both runs return the same
+    response."""
     gate = Gate()
     serve(view=two_phases(between=gate.wait_here))
     with background(sender.send) as first:
@@ -240,12 +264,18 @@ def test_a_late_run_between_phases_writes_nothing_more(serve: Any, sender: Sende
         retry = sender.send()
         gate.open()
     late = first.result()
-    assert (late.status_code, late.content) == (retry.status_code, retry.content) == (201, retry.content)
+    assert (
+        (late.status_code, late.content)
+        == (retry.status_code, retry.content)
+        == (201, retry.content)
+    )
     assert Entry.objects.count() == 2
 
 
 @pytest.mark.postgres
-def test_a_late_run_is_sent_round_again_while_the_winner_is_at_work(serve: Any, sender: Sender) -> None:
+def test_a_late_run_is_sent_round_again_while_the_winner_is_at_work(
+    serve: Any, sender: Sender
+) -> None:
     first_gate, second_gate = Gate(), Gate()
     runs = []
 
@@ -320,7 +350,9 @@ def test_a_phase_renews_the_lock_however_it_ends(serve: Any, sender: Sender, end
     assert seen == [True]
 
 
-def test_a_phase_waits_for_a_lock_no_longer_than_the_lock_timeout(serve: Any, sender: Sender) -> None:
+def test_a_phase_waits_for_a_lock_no_longer_than_the_lock_timeout(
+    serve: Any, sender: Sender
+) -> None:
     seen: list[str] = []
 
     def body(key: IdempotencyKey) -> None:
@@ -336,7 +368,9 @@ def test_a_phase_waits_for_a_lock_no_longer_than_the_lock_timeout(serve: Any, se
     assert seen == (["90s"] if connection.vendor == "postgresql" else [])
 
 
-def test_the_first_answer_is_definitive_before_anything_was_committed(serve: Any, sender: Sender) -> None:
+def test_the_first_answer_is_definitive_before_anything_was_committed(
+    serve: Any, sender: Sender
+) -> None:
     def refuse(key: IdempotencyKey) -> HttpResponseBase:
         return JsonResponse({"error": "no"}, status=422)
 
@@ -356,7 +390,9 @@ def test_http404_at_started_is_stored(serve: Any, sender: Sender) -> None:
     assert IdempotencyKey.objects.get().response_code == 404
 
 
-@pytest.mark.parametrize(("status", "stored"), [(399, False), (400, True), (499, True), (500, False)])
+@pytest.mark.parametrize(
+    ("status", "stored"), [(399, False), (400, True), (499, True), (500, False)]
+)
 def test_a_phase_stores_any_4xx_and_no_other_status_that_is_never_stored(
     serve: Any, sender: Sender, settings: Settings, status: int, stored: bool
 ) -> None:
@@ -376,8 +412,12 @@ def raise_404() -> HttpResponseBase:
     raise Http404
 
 
-@pytest.mark.parametrize("answer", [*(partial(HttpResponse, status=status) for status in (200, 302, 404)), raise_404])
-def test_a_response_that_no_phase_stored_is_refused(serve: Any, sender: Sender, answer: Any) -> None:
+@pytest.mark.parametrize(
+    "answer", [*(partial(HttpResponse, status=status) for status in (200, 302, 404)), raise_404]
+)
+def test_a_response_that_no_phase_stored_is_refused(
+    serve: Any, sender: Sender, answer: Any
+) -> None:
     def commit_then_answer(key: IdempotencyKey) -> HttpResponseBase:
         with atomic_phase(key) as phase:
             phase.set_recovery_point("one")
@@ -391,7 +431,9 @@ def test_a_response_that_no_phase_stored_is_refused(serve: Any, sender: Sender, 
     assert (key.recovery_point, key.locked_until) == ("one", None)
 
 
-def test_a_refusal_after_a_phase_that_moved_nothing_is_refused_too(serve: Any, sender: Sender) -> None:
+def test_a_refusal_after_a_phase_that_moved_nothing_is_refused_too(
+    serve: Any, sender: Sender
+) -> None:
     def commit_then_refuse(key: IdempotencyKey) -> HttpResponseBase:
         with atomic_phase(key) as phase:
             Entry.objects.create(name="committed")
@@ -465,7 +507,9 @@ def test_a_template_is_rendered_in_the_transaction_of_its_phase(serve: Any, send
     assert [sender.send().content for _ in range(2)] == [b"True", b"True"]
 
 
-def test_a_derived_key_is_stable_over_attempts_and_unique_over_keys(serve: Any, sender: Sender) -> None:
+def test_a_derived_key_is_stable_over_attempts_and_unique_over_keys(
+    serve: Any, sender: Sender
+) -> None:
     derived = []
 
     def derive_and_fail(key: IdempotencyKey) -> None:
@@ -490,7 +534,11 @@ def test_a_downstream_key_past_its_validity_makes_the_key_stuck(serve: Any, send
     assert sender.send().status_code == 500
     make_older(24 * 3600, "created_at")
     answer = sender.send()
-    assert (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (409, "key_stuck", False)
+    assert (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (
+        409,
+        "key_stuck",
+        False,
+    )
     key = IdempotencyKey.objects.get()
     assert (key.stuck_code, key.locked_until) == (DownstreamKeyExpired.code, None)
 
@@ -513,7 +561,9 @@ def test_a_view_can_hand_its_key_to_a_person(serve: Any, sender: Sender) -> None
     assert list(IdempotencyKey.objects.stuck()) == [key]
 
 
-def test_a_key_left_by_another_deploy_waits_for_code_that_knows_its_point(serve: Any, sender: Sender) -> None:
+def test_a_key_left_by_another_deploy_waits_for_code_that_knows_its_point(
+    serve: Any, sender: Sender
+) -> None:
     told: list[int] = []
 
     def listen(key: IdempotencyKey, **kwargs: Any) -> None:
@@ -527,7 +577,10 @@ def test_a_key_left_by_another_deploy_waits_for_code_that_knows_its_point(serve:
     assert (answer.status_code, problem(answer)["code"]) == (503, "unknown_recovery_point")
     assert int(answer["Retry-After"]) >= 1
     key = IdempotencyKey.objects.stuck().get()
-    assert (key.stuck_code, "'point_of_next_deploy'" in key.stuck_reason) == ("unknown_recovery_point", True)
+    assert (key.stuck_code, "'point_of_next_deploy'" in key.stuck_reason) == (
+        "unknown_recovery_point",
+        True,
+    )
     assert told == [key.pk]
     IdempotencyKey.objects.update(recovery_point="one")
 
@@ -541,7 +594,9 @@ def test_a_key_left_by_another_deploy_waits_for_code_that_knows_its_point(serve:
     assert (key.stuck_at, key.stuck_code, key.stuck_reason) == (None, "", "")
 
 
-def test_a_plain_view_cannot_derive_a_key_that_its_next_attempt_would_not_get(serve: Any, sender: Sender) -> None:
+def test_a_plain_view_cannot_derive_a_key_that_its_next_attempt_would_not_get(
+    serve: Any, sender: Sender
+) -> None:
     @idempotent
     def view(request: HttpRequest) -> HttpResponse:
         with pytest.raises(RuntimeError, match="is a plain view, in which each attempt"):
@@ -561,7 +616,9 @@ def test_a_key_read_from_the_database_has_no_phases(db: None) -> None:
         pass
 
 
-def test_a_response_that_no_phase_has_stored_is_asked_for_in_vain(serve: Any, sender: Sender) -> None:
+def test_a_response_that_no_phase_has_stored_is_asked_for_in_vain(
+    serve: Any, sender: Sender
+) -> None:
     serve(view=idempotent(recovery_points=[])(lambda request: request.idempotency_key.response()))
     sender.client.raise_request_exception = True
     with pytest.raises(RuntimeError, match="before a phase stored a response"):
@@ -570,7 +627,9 @@ def test_a_response_that_no_phase_has_stored_is_asked_for_in_vain(serve: Any, se
 
 
 @pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT", pytest.param("ROLLBACK AND CHAIN", marks=pytest.mark.postgres)])
+@pytest.mark.parametrize(
+    "end", ["ROLLBACK", "COMMIT", pytest.param("ROLLBACK AND CHAIN", marks=pytest.mark.postgres)]
+)
 def test_a_phase_whose_transaction_the_view_has_ended_is_not_run_again(
     end: str, later: bool, serve: Any, sender: Sender
 ) -> None:
@@ -608,7 +667,9 @@ def test_a_plain_view_that_has_rolled_back_stores_no_response(serve: Any, sender
     assert not IdempotencyKey.objects.exists()
 
 
-def test_a_view_that_gives_up_after_its_answer_was_stored_is_an_error_of_the_view(serve: Any, sender: Sender) -> None:
+def test_a_view_that_gives_up_after_its_answer_was_stored_is_an_error_of_the_view(
+    serve: Any, sender: Sender
+) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
@@ -622,7 +683,9 @@ def test_a_view_that_gives_up_after_its_answer_was_stored_is_an_error_of_the_vie
     assert not IdempotencyKey.objects.stuck().exists()
 
 
-def test_a_late_run_that_gives_up_gets_the_answer_of_the_run_that_has_the_key(serve: Any, sender: Sender) -> None:
+def test_a_late_run_that_gives_up_gets_the_answer_of_the_run_that_has_the_key(
+    serve: Any, sender: Sender
+) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
         IdempotencyKey.objects.update(claim_token=uuid4())
@@ -646,7 +709,9 @@ def test_a_phased_view_inside_a_transaction_leaves_no_key(rf: Any) -> None:
         assert not IdempotencyKey.objects.exists()
 
 
-def test_a_5xx_after_a_phase_is_not_stored_with_store_5xx_either(serve: Any, sender: Sender, settings: Settings) -> None:
+def test_a_5xx_after_a_phase_is_not_stored_with_store_5xx_either(
+    serve: Any, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"STORE_5XX": True}
 
     @idempotent(recovery_points=["one"])
@@ -674,8 +739,11 @@ def test_a_key_is_finished_when_it_is_said_so(serve: Any, sender: Sender) -> Non
     assert told == ["finished"]
 
 
-def test_a_run_whose_key_was_lost_does_not_answer_with_another_one_that_has_its_id(serve: Any, sender: Sender) -> None:
-    """After a failover the sequence may restart earlier. Behind a pooler, the run continues on the new primary."""
+def test_a_run_whose_key_was_lost_does_not_answer_with_another_one_that_has_its_id(
+    serve: Any, sender: Sender
+) -> None:
+    """After a failover the sequence may restart earlier. Behind a pooler, the run continues on the
+    new primary."""
     lost: list[Any] = []
 
     def fail_over() -> None:

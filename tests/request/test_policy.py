@@ -1,4 +1,5 @@
-"""The walk over the URLs finds protected views of every kind, each with its effective methods and options."""
+"""The walk over the URLs finds protected views of every kind, each with its effective methods and
+options."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -48,12 +49,17 @@ def test_a_function_is_protected_for_the_unsafe_methods_that_reach_it(
     decorated: Callable[..., HttpResponseBase], methods: tuple[str, ...]
 ) -> None:
     [policy] = found(path("rides", decorated))
-    assert (policy.methods, policy.path, policy.view) == (methods, "/rides", "tests.request.test_policy.answer")
+    assert (policy.methods, policy.path, policy.view) == (
+        methods,
+        "/rides",
+        "tests.request.test_policy.answer",
+    )
 
 
 @method_decorator(idempotent, name="create")
 class CreateOrder(generics.CreateAPIView):
-    """A generic view of Django REST framework, whose ``post()`` is inherited and calls ``create()``."""
+    """A generic view of Django REST framework, whose ``post()`` is inherited and calls
+    ``create()``."""
 
 
 def test_a_generic_view_is_protected_by_the_handler_that_its_method_calls() -> None:
@@ -62,12 +68,20 @@ def test_a_generic_view_is_protected_by_the_handler_that_its_method_calls() -> N
 
 
 def test_what_is_not_protected_has_no_policy() -> None:
-    assert found(path("a", answer), path("b", View.as_view()), path("c", require_GET(idempotent(answer)))) == []
+    assert (
+        found(
+            path("a", answer), path("b", View.as_view()), path("c", require_GET(idempotent(answer)))
+        )
+        == []
+    )
 
 
 def unprotected_in(*patterns: Any) -> list[tuple[str, tuple[str, ...]]]:
     """Return the path and the methods of each view that takes unsafe methods without protection."""
-    return [(view.path, view.methods) for view in unprotected(type("Urls", (), {"urlpatterns": list(patterns)}))]
+    return [
+        (view.path, view.methods)
+        for view in unprotected(type("Urls", (), {"urlpatterns": list(patterns)}))
+    ]
 
 
 class Half(View):
@@ -93,7 +107,14 @@ def test_views_that_take_unsafe_methods_without_protection_are_found() -> None:
         path("e", Half.as_view()),
         path("f", generics.CreateAPIView.as_view()),
         path("api/", api.urls),
-    ) == [("/a", UNSAFE), ("/b", ("POST",)), ("/e", ("DELETE",)), ("/f", ("POST",)), ("/api/pay", ("POST",)), ("/api/", UNSAFE)]
+    ) == [
+        ("/a", UNSAFE),
+        ("/b", ("POST",)),
+        ("/e", ("DELETE",)),
+        ("/f", ("POST",)),
+        ("/api/pay", ("POST",)),
+        ("/api/", UNSAFE),
+    ]
 
 
 class PerMethod(View):
@@ -116,23 +137,32 @@ class PerMethod(View):
 
 
 def test_methods_of_a_class_have_a_policy_for_each_set_of_options() -> None:
-    of_methods = {policy.methods: policy for policy in found(path("", login_required(PerMethod.as_view())))}
+    of_methods = {
+        policy.methods: policy for policy in found(path("", login_required(PerMethod.as_view())))
+    }
     assert of_methods.keys() == {("POST",), ("PUT", "PATCH")}
     assert of_methods["POST",].recovery_points == ("started", "paid", "finished")
     assert of_methods["POST",].isolation == "the connection's own"
     assert of_methods["PUT", "PATCH"].required is False
     assert of_methods["PUT", "PATCH"].recovery_points == ()
-    assert {policy.view for policy in of_methods.values()} == {"tests.request.test_policy.PerMethod"}
+    assert {policy.view for policy in of_methods.values()} == {
+        "tests.request.test_policy.PerMethod"
+    }
 
 
 def test_a_class_that_is_protected_as_a_whole_is_so_for_the_methods_that_it_has() -> None:
-    whole = method_decorator(idempotent, name="dispatch")(type("Whole", (View,), {"post": answer, "get": answer}))
+    whole = method_decorator(idempotent, name="dispatch")(
+        type("Whole", (View,), {"post": answer, "get": answer})
+    )
     assert [policy.methods for policy in found(path("", whole.as_view()))] == [("POST",)]
     assert found(path("", whole.as_view(http_method_names=["get"]))) == []
 
 
 def test_paths_and_names_hold_what_includes_and_namespaces_add() -> None:
-    inner = [path("rides/<int:pk>/", idempotent(answer), name="ride"), re_path(r"^r/(?P<pk>[0-9]+)/$", idempotent(answer))]
+    inner = [
+        path("rides/<int:pk>/", idempotent(answer), name="ride"),
+        re_path(r"^r/(?P<pk>[0-9]+)/$", idempotent(answer)),
+    ]
     policies_of = found(path("api/", include((inner, "rides"), namespace="v1")))
     assert [(policy.path, policy.name) for policy in policies_of] == [
         ("/api/rides/<int:pk>/", "v1:ride"),
@@ -152,7 +182,9 @@ def test_every_kind_of_view_is_found(kind: Kind) -> None:
         methods.setdefault(policy.path, set()).update(policy.methods)
     assert methods["/view/"] >= {"POST", "PUT"}
     assert "POST" in methods["/other/"]
-    assert {policy.recovery_points for policy in of_kind(phased=True)} == {("started", "made", "called", "finished")}
+    assert {policy.recovery_points for policy in of_kind(phased=True)} == {
+        ("started", "made", "called", "finished")
+    }
 
 
 def test_a_protected_view_for_safe_methods_alone_is_seen_by_the_checks() -> None:
@@ -167,7 +199,12 @@ def test_a_validator_that_is_an_object_stands_in_the_policy_by_its_class() -> No
 
 
 def test_options_and_settings_stand_in_the_policy() -> None:
-    given = {"HEADER_NAMES": ["PayPal-Request-Id"], "STRICT_KEY_SYNTAX": True, "STORE_5XX": True, "RETENTION_HOURS": 24}
+    given = {
+        "HEADER_NAMES": ["PayPal-Request-Id"],
+        "STRICT_KEY_SYNTAX": True,
+        "STORE_5XX": True,
+        "RETENTION_HOURS": 24,
+    }
     protected = idempotent(
         scope=answer,
         key_from="body:id",
@@ -177,17 +214,27 @@ def test_options_and_settings_stand_in_the_policy() -> None:
     )(answer)
     with override_settings(IDEMPOTENCY=given):
         [policy] = found(path("", protected))
-    assert (policy.headers, policy.key_from, policy.retention_hours) == (("PayPal-Request-Id",), "body:id", 24)
+    assert (policy.headers, policy.key_from, policy.retention_hours) == (
+        ("PayPal-Request-Id",),
+        "body:id",
+        24,
+    )
     assert found(path("", idempotent(retention_hours=100)(answer)))[0].retention_hours == 100
     assert "without quotes" not in policy.key_format
     assert "5xx" in policy.stored_statuses
-    assert (policy.scope, policy.isolation, policy.using) == ("tests.request.test_policy.answer", "serializable", "default")
+    assert (policy.scope, policy.isolation, policy.using) == (
+        "tests.request.test_policy.answer",
+        "serializable",
+        "default",
+    )
     assert (policy.wait_seconds, policy.store_body) == (2, False)
 
 
 @pytest.mark.processes
 def test_the_command_asks_no_database() -> None:
-    done = run("describe_idempotency", "--json", DATABASE_URL="postgresql://postgres@127.0.0.1:1/nowhere")
+    done = run(
+        "describe_idempotency", "--json", DATABASE_URL="postgresql://postgres@127.0.0.1:1/nowhere"
+    )
     assert done.returncode == 0, done.stderr
     assert [view["path"] for view in json.loads(done.stdout)] == [
         "/rides",

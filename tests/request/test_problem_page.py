@@ -11,7 +11,13 @@ from pytest_django import Settings
 
 from idempotency._http import problems
 from idempotency._http.problems import problem_of
-from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, NotReplicated, Unavailable
+from idempotency.exceptions import (
+    InProgress,
+    InterventionRequired,
+    KeyReused,
+    NotReplicated,
+    Unavailable,
+)
 from tests.kit.serving import Sender
 from tests.kit.views import Counted, plain
 
@@ -54,14 +60,21 @@ def asking(accept: str | None = BROWSER) -> HttpRequest:
 )
 def test_html_is_for_those_who_prefer_it(accept: str | None, html: bool) -> None:
     response = problem_of(InProgress()).response(asking(accept))
-    assert response["Content-Type"] == ("text/html; charset=utf-8" if html else "application/problem+json")
+    assert response["Content-Type"] == (
+        "text/html; charset=utf-8" if html else "application/problem+json"
+    )
 
 
 @pytest.mark.parametrize("problem", EVERY, ids=lambda problem: problem.code)
-def test_the_page_has_the_status_and_the_headers_and_loads_nothing(problem: problems.Problem) -> None:
+def test_the_page_has_the_status_and_the_headers_and_loads_nothing(
+    problem: problems.Problem,
+) -> None:
     page, document = problem.response(asking()), problem.response(asking("application/json"))
     assert page.status_code == document.status_code == problem.status
-    assert (page["Cache-Control"], page.get("Retry-After")) == ("no-store", document.get("Retry-After"))
+    assert (page["Cache-Control"], page.get("Retry-After")) == (
+        "no-store",
+        document.get("Retry-After"),
+    )
     html = page.content.decode()
     assert problem.code in html
     assert "<b>" not in html
@@ -70,7 +83,10 @@ def test_the_page_has_the_status_and_the_headers_and_loads_nothing(problem: prob
 
 
 def test_every_code_has_advice_of_its_own_kind() -> None:
-    headings = {problem.code: re.findall("<h1>(.*?)</h1>", problem.response(asking()).content.decode()) for problem in EVERY}
+    headings = {
+        problem.code: re.findall("<h1>(.*?)</h1>", problem.response(asking()).content.decode())
+        for problem in EVERY
+    }
     assert all(len(found) == 1 and found[0] for found in headings.values()), headings
     assert len({found[0] for found in headings.values()}) > 4
 
@@ -82,7 +98,9 @@ def template(settings: Settings) -> Any:
     def put(text: str, processor: str) -> None:
         loader = ("django.template.loaders.locmem.Loader", {"idempotency/problem.html": text})
         options = {"loaders": [loader], "context_processors": [f"{__name__}.{processor}"]}
-        settings.TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "OPTIONS": options}]
+        settings.TEMPLATES = [
+            {"BACKEND": "django.template.backends.django.DjangoTemplates", "OPTIONS": options}
+        ]
 
     return put
 
@@ -96,7 +114,10 @@ def failing(request: HttpRequest) -> dict[str, str]:
 
 
 def test_a_project_replaces_the_page(template: Any) -> None:
-    template("{{ shop }} {{ status }} {{ code }} {{ retryable }} {{ retry_after }} {{ detail }}", "of_the_shop")
+    template(
+        "{{ shop }} {{ status }} {{ code }} {{ retryable }} {{ retry_after }} {{ detail }}",
+        "of_the_shop",
+    )
     page = problem_of(Unavailable(code="conflict")).response(asking())
     assert page.content.startswith(b"Ours 409 conflict True 1 Retry with the same key.")
 
@@ -112,7 +133,9 @@ def test_a_project_without_templates_has_the_page_too(settings: Settings) -> Non
 
 
 @pytest.mark.parametrize("accept", [BROWSER, "application/json"])
-def test_a_renderer_gets_the_request(accept: str, settings: Settings, serve: Any, sender: Sender) -> None:
+def test_a_renderer_gets_the_request(
+    accept: str, settings: Settings, serve: Any, sender: Sender
+) -> None:
     def render(*, request: HttpRequest, status: int, **members: object) -> HttpResponseBase:
         return HttpResponse(request.path + request.headers["Accept"], status=status)
 
@@ -121,7 +144,9 @@ def test_a_renderer_gets_the_request(accept: str, settings: Settings, serve: Any
     assert sender.send(key=None, headers={"Accept": accept}).content.decode() == f"/view/{accept}"
 
 
-def old(*, status: int, code: str, title: str, detail: str, retryable: bool, headers: dict[str, str]) -> HttpResponse:
+def old(
+    *, status: int, code: str, title: str, detail: str, retryable: bool, headers: dict[str, str]
+) -> HttpResponse:
     """Render an error without the request."""
     return HttpResponse(status=status)
 
@@ -129,7 +154,9 @@ def old(*, status: int, code: str, title: str, detail: str, retryable: bool, hea
 @pytest.mark.parametrize("given", [f"{__name__}.old", old])
 def test_a_renderer_that_takes_no_request_is_an_error(given: Any, settings: Settings) -> None:
     settings.IDEMPOTENCY = {"ERROR_RENDERER": given}
-    [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.E012"]
+    [message] = [
+        message for message in run_checks(databases=[]) if message.id == "idempotency.E012"
+    ]
     assert "'request'" in message.msg
 
 

@@ -36,7 +36,8 @@ Step = Callable[[IdempotencyKey], HttpResponseBase | None]
 
 
 class Bank:
-    """A phased view in which each attempt begins with the next step. If the step returns no response, the attempt charges."""
+    """A phased view in which each attempt begins with the next step. If the step returns no
+    response, the attempt charges."""
 
     def __init__(self, *steps: Step) -> None:
         self.steps: Iterator[Step] = iter(steps)
@@ -125,14 +126,21 @@ def bank(serve: Any) -> Callable[..., Bank]:
         (lambda key: not_stored(HttpResponse(status=409)), 409),
     ],
 )
-def test_a_refused_request_is_run_by_its_client_alone(step: Step, status: int, bank: Any, sender: Sender) -> None:
+def test_a_refused_request_is_run_by_its_client_alone(
+    step: Step, status: int, bank: Any, sender: Sender
+) -> None:
     shop = bank(step)
     assert sender.send().status_code == status
     for _ in range(30):
         abandon()
         assert complete_once() == CompletePass()
     key = IdempotencyKey.objects.get()
-    assert (key.refused_at is not None, key.untouched, key.stuck_code, key.locked_until) == (True, True, "", None)
+    assert (key.refused_at is not None, key.untouched, key.stuck_code, key.locked_until) == (
+        True,
+        True,
+        "",
+        None,
+    )
     assert complete_key(key.pk) is None
     assert shop.charges == []
     assert sender.send().status_code == 201
@@ -140,8 +148,12 @@ def test_a_refused_request_is_run_by_its_client_alone(step: Step, status: int, b
     assert not IdempotencyKey.objects.refused().exists()
 
 
-@pytest.mark.parametrize("error", [exceptions.NotAuthenticated, exceptions.PermissionDenied, exceptions.Throttled])
-def test_what_a_framework_makes_a_refusal_of_is_one(error: type[Exception], serve: Any, sender: Sender) -> None:
+@pytest.mark.parametrize(
+    "error", [exceptions.NotAuthenticated, exceptions.PermissionDenied, exceptions.Throttled]
+)
+def test_what_a_framework_makes_a_refusal_of_is_one(
+    error: type[Exception], serve: Any, sender: Sender
+) -> None:
     class Pay(APIView):
         authentication_classes = [SessionAuthentication]
 
@@ -159,7 +171,13 @@ def test_refused_keys_are_on_no_list_and_the_reaper_deletes_them(bank: Any, send
     sender.send()
     abandon()
     objects = IdempotencyKey.objects
-    for none in (objects.stuck(), objects.unfinished(), objects.unlocked(), objects.abandoned(), objects.overdue()):
+    for none in (
+        objects.stuck(),
+        objects.unfinished(),
+        objects.unlocked(),
+        objects.abandoned(),
+        objects.overdue(),
+    ):
         assert not none.exists()
     found = diagnose()
     assert (found.measured["keys_unfinished"], found.measured["keys_stuck"]) == (0, 0)
@@ -305,7 +323,9 @@ def test_a_late_refusal_is_not_told_when_the_key_was_taken_over(
 
 
 @pytest.mark.postgres
-def test_of_two_duplicates_one_is_refused_and_the_key_is_its_clients(bank: Any, sender: Sender) -> None:
+def test_of_two_duplicates_one_is_refused_and_the_key_is_its_clients(
+    bank: Any, sender: Sender
+) -> None:
     gate = Gate()
 
     def wait_and_refuse(key: IdempotencyKey) -> HttpResponse:
@@ -326,7 +346,9 @@ def test_of_two_duplicates_one_is_refused_and_the_key_is_its_clients(bank: Any, 
     assert len(shop.charges) == 1
 
 
-def test_a_completer_that_has_chosen_the_key_before_the_refusal_leaves_it_alone(bank: Any, sender: Sender) -> None:
+def test_a_completer_that_has_chosen_the_key_before_the_refusal_leaves_it_alone(
+    bank: Any, sender: Sender
+) -> None:
     bank(answer(503), answer(403))
     sender.send()
     abandon()
@@ -340,7 +362,9 @@ def test_a_completer_that_has_chosen_the_key_before_the_refusal_leaves_it_alone(
     assert key.refused_at is not None
 
 
-def test_what_a_task_of_the_view_begins_after_the_refusal_is_completed(bank: Any, sender: Sender) -> None:
+def test_what_a_task_of_the_view_begins_after_the_refusal_is_completed(
+    bank: Any, sender: Sender
+) -> None:
     left: list[IdempotencyKey] = []
 
     def refuse_and_leave_a_task(key: IdempotencyKey) -> HttpResponse:
@@ -392,8 +416,11 @@ def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(
 
 
 @pytest.mark.postgres
-def test_what_is_run_again_inside_the_process_is_locked_and_not_refused(bank: Any, sender: Sender) -> None:
-    """A unique violation above READ COMMITTED may be a race, so it refuses no request before the last attempt."""
+def test_what_is_run_again_inside_the_process_is_locked_and_not_refused(
+    bank: Any, sender: Sender
+) -> None:
+    """A unique violation above READ COMMITTED may be a race, so it refuses no request before the
+    last attempt."""
     Account.objects.create(name="taken")
     found: list[tuple[bool, bool]] = []
 
@@ -482,8 +509,12 @@ class PayAndForbid(APIView):
         return pay_and_forbid(request)
 
 
-@pytest.mark.parametrize("view", [idempotent(pay_and_forbid), PayAndForbid.as_view()], ids=["function", "framework"])
-def test_a_refusal_after_a_plain_view_was_committed_is_not_told(view: Any, serve: Any, sender: Sender) -> None:
+@pytest.mark.parametrize(
+    "view", [idempotent(pay_and_forbid), PayAndForbid.as_view()], ids=["function", "framework"]
+)
+def test_a_refusal_after_a_plain_view_was_committed_is_not_told(
+    view: Any, serve: Any, sender: Sender
+) -> None:
     serve(view=view)
     assert [sender.send().status_code for _ in range(2)] == [500, 201]
     assert Entry.objects.count() == 1
@@ -493,16 +524,22 @@ def test_a_person_may_answer_a_refused_key(bank: Any, sender: Sender) -> None:
     bank(answer(403))
     sender.send()
     key = IdempotencyKey.objects.get()
-    assert interventions.answer(key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane")
+    assert interventions.answer(
+        key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane"
+    )
     key.refresh_from_db()
     assert (key.refused_at, sender.send().status_code) == (None, 410)
 
 
 @pytest.mark.parametrize(
-    "refusal", [KeyReused(), InProgress(), InterventionRequired()], ids=lambda refusal: type(refusal).__name__
+    "refusal",
+    [KeyReused(), InProgress(), InterventionRequired()],
+    ids=lambda refusal: type(refusal).__name__,
 )
 @pytest.mark.parametrize("kind", [plain, phased_outside])
-def test_the_refusal_of_another_key_is_an_error_of_the_view(kind: Any, refusal: Exception, serve: Any, sender: Sender) -> None:
+def test_the_refusal_of_another_key_is_an_error_of_the_view(
+    kind: Any, refusal: Exception, serve: Any, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponseBase:
         raise refusal
 

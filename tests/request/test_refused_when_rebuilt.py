@@ -69,7 +69,11 @@ def forbidden() -> HttpResponseBase:
     raise PermissionDenied
 
 
-REFUSALS = [*(partial(HttpResponse, status=status) for status in (400, 403, 404)), missing, forbidden]
+REFUSALS = [
+    *(partial(HttpResponse, status=status) for status in (400, 403, 404)),
+    missing,
+    forbidden,
+]
 
 
 def left_by_its_client(shop: Shop, serve: Any, sender: Sender) -> None:
@@ -99,18 +103,27 @@ def run_until_stuck(runs: int) -> None:
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_it_is_not_stored_and_the_retry_of_the_client_runs(refusal: Refusal, serve: Any, sender: Sender) -> None:
+def test_it_is_not_stored_and_the_retry_of_the_client_runs(
+    refusal: Refusal, serve: Any, sender: Sender
+) -> None:
     left_by_its_client(Shop(refusal), serve, sender)
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
-    assert (key.finished_at, key.stuck_at, key.locked_until, key.refused_at) == (None, None, None, None)
+    assert (key.finished_at, key.stuck_at, key.locked_until, key.refused_at) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert re.search("40[034]|^PermissionDenied", key.last_error)
     send(sender, 201)
     assert Entry.objects.count() == 1
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_after_a_few_runs_it_is_left_to_the_client_whose_retry_still_runs(refusal: Refusal, serve: Any, sender: Sender) -> None:
+def test_after_a_few_runs_it_is_left_to_the_client_whose_retry_still_runs(
+    refusal: Refusal, serve: Any, sender: Sender
+) -> None:
     told: list[str] = []
 
     def listen(key: IdempotencyKey, **kwargs: Any) -> None:
@@ -129,13 +142,17 @@ def test_after_a_few_runs_it_is_left_to_the_client_whose_retry_still_runs(refusa
 
 
 @pytest.mark.parametrize("status", [400, 401])
-def test_a_refusal_before_the_decorator_counts_the_same(status: int, serve: Any, sender: Sender) -> None:
+def test_a_refusal_before_the_decorator_counts_the_same(
+    status: int, serve: Any, sender: Sender
+) -> None:
     shop = Shop(lambda: HttpResponse(status=404))
     left_by_its_client(shop, serve, sender)
 
     @wraps(shop.view)
     def signed_in(request: HttpRequest) -> HttpResponseBase:
-        answer: HttpResponseBase = shop.view(request) if tenant.get() else HttpResponse(status=status)
+        answer: HttpResponseBase = (
+            shop.view(request) if tenant.get() else HttpResponse(status=status)
+        )
         return answer
 
     serve(view=signed_in)
@@ -156,15 +173,22 @@ def test_an_error_before_the_decorator_is_no_refusal(serve: Any, sender: Sender)
         assert complete_once() == CompletePass(failed=1)
 
 
-def test_a_request_that_has_begun_something_has_all_its_attempts(serve: Any, sender: Sender, settings: Settings) -> None:
+def test_a_request_that_has_begun_something_has_all_its_attempts(
+    serve: Any, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 7}
     left_by_its_client(Shop(lambda: HttpResponse(status=404), begun=True), serve, sender)
     run_until_stuck(7)
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason.endswith(key.last_error)) == ("attempts_exhausted", True)
+    assert (key.stuck_code, key.stuck_reason.endswith(key.last_error)) == (
+        "attempts_exhausted",
+        True,
+    )
 
 
-@pytest.mark.parametrize("answer", [lambda: not_stored(HttpResponse(status=409)), lambda: HttpResponse(status=503)])
+@pytest.mark.parametrize(
+    "answer", [lambda: not_stored(HttpResponse(status=409)), lambda: HttpResponse(status=503)]
+)
 def test_an_answer_that_asks_to_come_back_is_no_refusal(
     answer: Refusal, serve: Any, sender: Sender, settings: Settings
 ) -> None:
@@ -174,7 +198,9 @@ def test_an_answer_that_asks_to_come_back_is_no_refusal(
     assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
 
 
-def test_a_5xx_of_the_rebuilt_request_is_not_stored_either(serve: Any, sender: Sender, settings: Settings) -> None:
+def test_a_5xx_of_the_rebuilt_request_is_not_stored_either(
+    serve: Any, sender: Sender, settings: Settings
+) -> None:
     shop = Shop(lambda: HttpResponse(status=500))
     left_by_its_client(shop, serve, sender)
     settings.IDEMPOTENCY = {"STORE_5XX": True}
@@ -182,7 +208,9 @@ def test_a_5xx_of_the_rebuilt_request_is_not_stored_either(serve: Any, sender: S
     send(sender, 201)
 
 
-def test_what_a_phase_stores_in_the_rebuilt_request_is_the_answer(serve: Any, sender: Sender) -> None:
+def test_what_a_phase_stores_in_the_rebuilt_request_is_the_answer(
+    serve: Any, sender: Sender
+) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
@@ -211,7 +239,9 @@ def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sen
     """The retry charged and got a 503 before the run of the completer ended."""
     shop = Shop(lambda: HttpResponse(status=404), begun=True)
     left_by_its_client(shop, serve, sender)
-    IdempotencyKey.objects.update(begun=False, completer_attempts=_key_completion._RUNS_BEFORE_REFUSED - 1)
+    IdempotencyKey.objects.update(
+        begun=False, completer_attempts=_key_completion._RUNS_BEFORE_REFUSED - 1
+    )
     shop.bank_is_down = True
 
     @wraps(shop.view)
@@ -229,7 +259,9 @@ def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sen
 
 
 @pytest.mark.postgres
-def test_it_is_not_left_to_the_client_after_a_second_attempt_of_the_same_run_has_begun_it(serve: Any, sender: Sender) -> None:
+def test_it_is_not_left_to_the_client_after_a_second_attempt_of_the_same_run_has_begun_it(
+    serve: Any, sender: Sender
+) -> None:
     failures: list[bool] = []
 
     @idempotent(recovery_points=["ordered"])
@@ -255,8 +287,12 @@ def test_it_is_not_left_to_the_client_after_a_second_attempt_of_the_same_run_has
 LOGIN_CHECKS = {
     "permission": permission_required("tests.add_entry"),
     "login": login_required,
-    "login page of its own": user_passes_test(lambda user: user.is_superuser, login_url="/staff/sign-in/"),
-    "parameter of its own": permission_required("tests.add_entry", login_url="https://id.example/?from=shop"),
+    "login page of its own": user_passes_test(
+        lambda user: user.is_superuser, login_url="/staff/sign-in/"
+    ),
+    "parameter of its own": permission_required(
+        "tests.add_entry", login_url="https://id.example/?from=shop"
+    ),
 }
 
 
@@ -280,12 +316,16 @@ def test_a_redirect_to_the_login_page_is_a_refusal(check: Any, serve: Any, sende
 
 
 @pytest.mark.parametrize("login_url", [None, "/staff/sign-in/"])
-def test_a_redirect_to_the_login_page_by_the_view_is_a_refusal(login_url: str | None, serve: Any, sender: Sender) -> None:
+def test_a_redirect_to_the_login_page_by_the_view_is_a_refusal(
+    login_url: str | None, serve: Any, sender: Sender
+) -> None:
     left_by_its_client(Shop(lambda: redirect_to_login("/view/", login_url)), serve, sender)
     expect_refused()
 
 
-def test_a_redirect_to_the_login_page_after_part_of_the_work_needs_a_person(serve: Any, sender: Sender) -> None:
+def test_a_redirect_to_the_login_page_after_part_of_the_work_needs_a_person(
+    serve: Any, sender: Sender
+) -> None:
     shop = Shop(lambda: HttpResponse(status=404), begun=True)
     left_by_its_client(shop, serve, sender)
     serve(view=permission_required("tests.add_entry")(shop.view))

@@ -37,11 +37,14 @@ Outer = Callable[[HttpRequest], None]
 
 def conflict() -> None:
     """Raise a serialization failure of PostgreSQL."""
-    connection.cursor().execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
+    connection.cursor().execute(
+        "DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$"
+    )
 
 
 class Twice:
-    """Work that records the values that each run finds; the first run gets a serialization failure."""
+    """Work that records the values that each run finds; the first run gets a serialization
+    failure."""
 
     def __init__(self, find: Callable[..., Any]) -> None:
         self.find, self.found = find, list[Any]()
@@ -84,7 +87,11 @@ def users_with(name: str, function: Callable[[Any], str]) -> Any:
     """Return a user class with a cached property, like one of a project."""
     meta = type("Meta", (), {"proxy": True, "app_label": "tests"})
     with isolate_apps("tests"):
-        return type("Rider", (get_user_model(),), {"__module__": __name__, "Meta": meta, name: cached_property(function)})
+        return type(
+            "Rider",
+            (get_user_model(),),
+            {"__module__": __name__, "Meta": meta, name: cached_property(function)},
+        )
 
 
 def everybody(request: HttpRequest) -> str:
@@ -161,7 +168,12 @@ def test_user_keeps_his_class_and_what_a_middleware_gave_him(serve: Serve, sende
 
     def spend(request: Any) -> Any:
         request.user.purse.balance -= 10
-        found = type(request.user), request.user.is_hijacked, request.user.purse.balance, request.user.greeting
+        found = (
+            type(request.user),
+            request.user.is_hijacked,
+            request.user.purse.balance,
+            request.user.greeting,
+        )
         request.user.first_name = request.user.is_hijacked = "changed"
         elsewhere(lambda: Rider.objects.update(first_name="Jane"))
         return found
@@ -192,7 +204,8 @@ def test_user_who_is_gone_is_what_he_was(serve: Serve, sender: Sender) -> None:
 
 
 def test_user_of_an_async_view_is_fetched_anew(serve: Serve, sender: Sender) -> None:
-    """Both ``auser()`` and ``request.user`` return the new user; an async view cannot load ``request.user`` lazily."""
+    """Both ``auser()`` and ``request.user`` return the new user; an async view cannot load
+    ``request.user`` lazily."""
     found = []
 
     def rename() -> None:
@@ -301,7 +314,11 @@ def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
             request.tenant._state.fields_cache["account"] = account
 
     def pay(request: Any) -> HttpResponse:
-        account = request.account if through == "request" else request.tenant._state.fields_cache["account"]
+        account = (
+            request.account
+            if through == "request"
+            else request.tenant._state.fields_cache["account"]
+        )
         found.append(account.balance)
         assert Account.objects.count() == 1  # This query takes the snapshot.
         if len(found) == 1:
@@ -316,7 +333,9 @@ def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
     serve(view=under(load, view))
     refused = sender.send()
     assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
-    assert "nothing was done" not in refused.text, "a phase may have committed, and a call may have been made"
+    assert "nothing was done" not in refused.text, (
+        "a phase may have committed, and a call may have been made"
+    )
     assert (sender.send().status_code, found, Account.objects.get().balance) == (201, [100, 70], 60)
 
 
@@ -378,7 +397,9 @@ def reorder(request: Any) -> list[str]:
     ],
 )
 @both_kinds
-def test_form_is_as_it_came(kind: Kind, middleware: Outer, find: Any, first: Any, serve: Serve, sender: Sender) -> None:
+def test_form_is_as_it_came(
+    kind: Kind, middleware: Outer, find: Any, first: Any, serve: Serve, sender: Sender
+) -> None:
     work = Twice(find)
     serve(view=under(middleware, kind(work)))
     assert sender.send(body="amount=5&to=bob", content_type=FORM).status_code == 201
@@ -387,7 +408,11 @@ def test_form_is_as_it_came(kind: Kind, middleware: Outer, find: Any, first: Any
 
 def test_headers_are_as_they_came(serve: Serve, sender: Sender) -> None:
     def change(request: HttpRequest) -> tuple[Any, ...]:
-        found = request.META.get("tenant"), request.META["CONTENT_TYPE"], request.META is request.environ
+        found = (
+            request.META.get("tenant"),
+            request.META["CONTENT_TYPE"],
+            request.META is request.environ,
+        )
         request.META |= {"tenant": "other", "CONTENT_TYPE": "text/plain"}
         return found
 
@@ -398,7 +423,9 @@ def test_headers_are_as_they_came(serve: Serve, sender: Sender) -> None:
 
 
 @pytest.mark.parametrize("made", [list, dict, set])
-def test_what_a_middleware_collects_in_is_as_it_came_and_still_its_own(made: Any, serve: Serve, sender: Sender) -> None:
+def test_what_a_middleware_collects_in_is_as_it_came_and_still_its_own(
+    made: Any, serve: Serve, sender: Sender
+) -> None:
     collected = {list: [1], dict: {1: 1}, set: {1}}[made]
 
     def collect(request: HttpRequest) -> None:
@@ -447,7 +474,13 @@ def test_attributes_of_a_class_based_view_are_as_they_came(serve: Serve, sender:
 
 
 def test_data_of_rest_framework_with_files_is_as_it_came(serve: Serve, sender: Sender) -> None:
-    work = Twice(lambda request: (request.data.pop("amount"), request.data["file"].read(), request.FILES.pop("file") and None))
+    work = Twice(
+        lambda request: (
+            request.data.pop("amount"),
+            request.data["file"].read(),
+            request.FILES.pop("file") and None,
+        )
+    )
 
     @api_view(["POST"])
     @parser_classes([MultiPartParser])
@@ -458,7 +491,9 @@ def test_data_of_rest_framework_with_files_is_as_it_came(serve: Serve, sender: S
 
     serve(view=view)
     form = {"amount": "5", "file": SimpleUploadedFile("a.txt", b"content")}
-    assert sender.client.post("/view/", form, headers={"Idempotency-Key": "key-1"}).status_code == 201
+    assert (
+        sender.client.post("/view/", form, headers={"Idempotency-Key": "key-1"}).status_code == 201
+    )
     assert work.found == [(["5"], b"content", None)] * 2
 
 

@@ -51,7 +51,9 @@ def scope_by_header(name: str) -> scopes.Scope:
 
 
 @both_kinds
-def test_two_users_with_the_same_key_are_strangers(kind: Kind, serve: Serve, sender: Sender, transactional_db: None) -> None:
+def test_two_users_with_the_same_key_are_strangers(
+    kind: Kind, serve: Serve, sender: Sender, transactional_db: None
+) -> None:
     serve(view=kind(work := Counted()))
     other = Sender()
     mine, theirs = sender.send(), other.send(body={"another": "body"})
@@ -73,7 +75,9 @@ def test_two_users_who_send_the_same_keys_at_once_are_strangers(
         own = another_client(users[number % 2])
 
         def sent_until_done(key: str) -> bytes:
-            return eventually(lambda: (answer := own.send(key=key)).status_code == 201 and answer.content)
+            return eventually(
+                lambda: (answer := own.send(key=key)).status_code == 201 and answer.content
+            )
 
         return [sent_until_done(key) for key in keys]
 
@@ -83,7 +87,9 @@ def test_two_users_who_send_the_same_keys_at_once_are_strangers(
 
 
 @both_kinds
-def test_an_anonymous_visitor_does_not_get_the_answer_of_a_user(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_an_anonymous_visitor_does_not_get_the_answer_of_a_user(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(work := Counted()), visit=_keep_a_session)
     sender.send()
     visitor = Sender()
@@ -94,7 +100,9 @@ def test_an_anonymous_visitor_does_not_get_the_answer_of_a_user(kind: Kind, serv
     assert work.runs == 2
 
 
-def test_a_replay_needs_the_permission_that_the_first_request_had(serve: Serve, sender: Sender) -> None:
+def test_a_replay_needs_the_permission_that_the_first_request_had(
+    serve: Serve, sender: Sender
+) -> None:
     permission = Permission.objects.get(codename="view_entry")
     sender.user.user_permissions.add(permission)
     work = Counted()
@@ -107,7 +115,9 @@ def test_a_replay_needs_the_permission_that_the_first_request_had(serve: Serve, 
     assert work.runs == 1
 
 
-def test_a_visitor_who_signs_in_does_not_take_the_answer_along_to_the_user(serve: Serve, transactional_db: None) -> None:
+def test_a_visitor_who_signs_in_does_not_take_the_answer_along_to_the_user(
+    serve: Serve, transactional_db: None
+) -> None:
     work = Counted()
     serve(view=idempotent(work), visit=_keep_a_session, sign_in=_sign_in)
     visitor = Sender()
@@ -119,7 +129,9 @@ def test_a_visitor_who_signs_in_does_not_take_the_answer_along_to_the_user(serve
     assert work.runs == 2
 
 
-def test_47_login_view_with_a_scope_of_its_own_is_replayed(serve: Serve, transactional_db: None) -> None:
+def test_47_login_view_with_a_scope_of_its_own_is_replayed(
+    serve: Serve, transactional_db: None
+) -> None:
     work = Counted(_sign_in)
     serve(view=idempotent(scope=scope_by_header("X-Device"))(work))
     visitor = Sender()
@@ -140,9 +152,14 @@ def test_a_login_that_was_answered_into_the_void_has_no_session_to_ask_with(
     before = visitor.cookies["sessionid"].value
     assert visitor.post("/view/", form, headers={"Idempotency-Key": "key-1"}).status_code == 200
     visitor.cookies["sessionid"] = before  # the new cookie was lost with the response
-    assert problem(visitor.post("/view/", form, headers={"Idempotency-Key": "key-1"}))["code"] == "scope_missing"
+    assert (
+        problem(visitor.post("/view/", form, headers={"Idempotency-Key": "key-1"}))["code"]
+        == "scope_missing"
+    )
     serve(view=idempotent(scope=lambda request: f"sign_up:{request.POST['user']}")(work))
-    answers = [Client().post("/view/", form, headers={"Idempotency-Key": "key-1"}) for _ in range(2)]
+    answers = [
+        Client().post("/view/", form, headers={"Idempotency-Key": "key-1"}) for _ in range(2)
+    ]
     assert [answer.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
     assert work.runs == 2
 
@@ -171,7 +188,10 @@ def test_scopes_can_be_made_of_parts(kind: Kind, serve: Serve, sender: Sender) -
 def test_an_attribute_of_the_request_is_a_scope(serve: Serve, sender: Sender) -> None:
     serve(view=login_required(idempotent(scope=scopes.attribute("user.username"))(create)))
     assert sender.send().status_code == 201
-    assert IdempotencyKey.objects.get().scope == f"request.user.username:rides_demo.user:str:{sender.user.username}"
+    assert (
+        IdempotencyKey.objects.get().scope
+        == f"request.user.username:rides_demo.user:str:{sender.user.username}"
+    )
     serve(view=login_required(idempotent(scope=scopes.attribute("tenant.pk"))(create)))
     assert problem(sender.send(key="other"))["code"] == "scope_missing"
 
@@ -182,13 +202,17 @@ def _with(**attributes: Any) -> HttpRequest:
     return request
 
 
-@pytest.mark.parametrize(("value", "kind"), [("acme", "str"), ("7", "str"), (7, "int"), (UUID(int=7), "uuid")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [("acme", "str"), ("7", "str"), (7, "int"), (UUID(int=7), "uuid")]
+)
 def test_an_attribute_is_an_identifier(value: Any, kind: str) -> None:
     assert scopes.attribute("auth")(_with(auth=value)) == f"request.auth:{kind}:{value}"
 
 
 @pytest.mark.parametrize("name", ["user", "session", "expired"])
-def test_an_attribute_cannot_take_the_scope_of_a_user_or_session_or_of_a_retired_key(name: str) -> None:
+def test_an_attribute_cannot_take_the_scope_of_a_user_or_session_or_of_a_retired_key(
+    name: str,
+) -> None:
     found = scopes.scope_of(_with(**{name: "7"}), scopes.attribute(name))
     assert found.startswith("request.")
 
@@ -201,15 +225,24 @@ def test_a_proxy_is_the_account_of_its_model() -> None:
 
     try:
         scope = scopes.attribute("auth.pk")
-        assert scope(_with(auth=Supplier(pk=7))) == scope(_with(auth=Account(pk=7))) == "request.auth.pk:tests.account:int:7"
+        assert (
+            scope(_with(auth=Supplier(pk=7)))
+            == scope(_with(auth=Account(pk=7)))
+            == "request.auth.pk:tests.account:int:7"
+        )
     finally:
         del apps.all_models["tests"]["supplier"]
         apps.clear_cache()
 
 
-@pytest.mark.parametrize("value", [Account(pk=7), object(), {"sub": 7, "exp": 1}, [7], b"acme", 1.5, True, False, Decimal(7)])
+@pytest.mark.parametrize(
+    "value",
+    [Account(pk=7), object(), {"sub": 7, "exp": 1}, [7], b"acme", 1.5, True, False, Decimal(7)],
+)
 def test_an_attribute_that_is_no_identifier_is_a_mistake(value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"attribute\('auth'\) found a {type(value).__name__}.*'auth\.pk'"):
+    with pytest.raises(
+        TypeError, match=rf"attribute\('auth'\) found a {type(value).__name__}.*'auth\.pk'"
+    ):
         scopes.attribute("auth")(_with(auth=value))
 
 
@@ -218,23 +251,46 @@ def test_an_attribute_that_is_not_there_is_no_scope(value: Any) -> None:
     assert scopes.attribute("auth.pk")(_with(auth=value)) == ""
 
 
-def test_two_accounts_of_one_name_are_strangers(serve: Serve, client: Client, transactional_db: None) -> None:
+def test_two_accounts_of_one_name_are_strangers(
+    serve: Serve, client: Client, transactional_db: None
+) -> None:
     work = Counted(lambda request: JsonResponse({"balance": request.auth.balance}, status=201))
-    accounts = {"1": Account(pk=1, name="Acme", balance=1), "2": Account(pk=2, name="Acme", balance=2)}
-    serve(view=_authenticated(idempotent(scope=scopes.attribute("auth.pk"))(work), "auth", accounts.__getitem__))
-    answers = [client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who}) for who in "12"]
+    accounts = {
+        "1": Account(pk=1, name="Acme", balance=1),
+        "2": Account(pk=2, name="Acme", balance=2),
+    }
+    serve(
+        view=_authenticated(
+            idempotent(scope=scopes.attribute("auth.pk"))(work), "auth", accounts.__getitem__
+        )
+    )
+    answers = [
+        client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who})
+        for who in "12"
+    ]
     assert [answer.json() for answer in answers] == [{"balance": 1}, {"balance": 2}]
 
 
-def test_accounts_of_two_models_with_one_id_are_strangers(serve: Serve, client: Client, transactional_db: None) -> None:
+def test_accounts_of_two_models_with_one_id_are_strangers(
+    serve: Serve, client: Client, transactional_db: None
+) -> None:
     work = Counted(lambda request: JsonResponse({"paid_by": str(request.auth)}, status=201))
     accounts = {"user": UserFactory(pk=5, username="jane"), "partner": Account(pk=5, name="Acme")}
-    serve(view=_authenticated(idempotent(scope=scopes.attribute("auth.pk"))(work), "auth", accounts.__getitem__))
-    answers = [client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who}) for who in accounts]
+    serve(
+        view=_authenticated(
+            idempotent(scope=scopes.attribute("auth.pk"))(work), "auth", accounts.__getitem__
+        )
+    )
+    answers = [
+        client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who})
+        for who in accounts
+    ]
     assert [answer.json() for answer in answers] == [{"paid_by": "jane"}, {"paid_by": "Acme"}]
 
 
-def test_a_number_and_its_digits_are_two_accounts(serve: Serve, client: Client, transactional_db: None) -> None:
+def test_a_number_and_its_digits_are_two_accounts(
+    serve: Serve, client: Client, transactional_db: None
+) -> None:
     accounts: dict[str, Any] = {"number": 7, "digits": "7"}
     serve(
         view=_authenticated(
@@ -244,7 +300,12 @@ def test_a_number_and_its_digits_are_two_accounts(serve: Serve, client: Client, 
         )
     )
     for who in accounts:
-        assert client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who}).status_code == 201
+        assert (
+            client.post(
+                "/view/", headers={"Idempotency-Key": "key-1", "Authorization": who}
+            ).status_code
+            == 201
+        )
     assert work.runs == 2
 
 
@@ -305,10 +366,14 @@ def test_an_account_without_is_authenticated_does_not_get_the_answers_of_the_ses
     assert (refused.status_code, problem(refused)["code"], work.runs) == (400, "scope_missing", 0)
 
 
-def test_field_for_who_is_signed_in_without_being_a_user_leaves_the_session_alone(serve: Serve, visitor: Client) -> None:
+def test_field_for_who_is_signed_in_without_being_a_user_leaves_the_session_alone(
+    serve: Serve, visitor: Client
+) -> None:
     before = visitor.cookies["sessionid"].value
     page = Template("{% load idempotency %}{% idempotency_key %}")
-    view = _authenticated(lambda request: HttpResponse(page.render(RequestContext(request))), "user", TokenUser)
+    view = _authenticated(
+        lambda request: HttpResponse(page.render(RequestContext(request))), "user", TokenUser
+    )
     serve(view=view, content=lambda request: JsonResponse(dict(request.session)))
     assert b"idempotency_key" in visitor.get("/view/", headers={"Authorization": "alice"}).content
     assert visitor.cookies["sessionid"].value == before
@@ -317,15 +382,23 @@ def test_field_for_who_is_signed_in_without_being_a_user_leaves_the_session_alon
 
 @pytest.mark.parametrize("scope", [None, scopes.session])
 def test_two_visitors_with_one_signed_cookie_do_not_share_a_scope(
-    scope: scopes.Scope | None, serve: Serve, sender: Sender, settings: Settings, caplog: pytest.LogCaptureFixture
+    scope: scopes.Scope | None,
+    serve: Serve,
+    sender: Sender,
+    settings: Settings,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings.SESSION_ENGINE = "django.contrib.sessions.backends.signed_cookies"
     serve(view=idempotent(scope=scope)(work := Counted()), visit=_keep_a_session)
     visitors = Client(), Client()
     visitors[0].post("/visit/")
-    visitors[1].cookies["sessionid"] = visitors[0].cookies["sessionid"].value  # as if created within the same second
+    # as if created within the same second
+    visitors[1].cookies["sessionid"] = visitors[0].cookies["sessionid"].value
     for visitor in visitors:
-        assert problem(visitor.post("/view/", headers={"Idempotency-Key": "key-1"}))["code"] == "scope_missing"
+        assert (
+            problem(visitor.post("/view/", headers={"Idempotency-Key": "key-1"}))["code"]
+            == "scope_missing"
+        )
     assert work.runs == 0
     assert "signed_cookies" in caplog.text
 
@@ -337,7 +410,9 @@ def test_scope_of_a_session_is_the_same_after_a_failure_and_a_login(
     settings.SESSION_ENGINE = f"django.contrib.sessions.backends.{engine}"
     settings.SESSION_FILE_PATH = str(tmp_path)
     first, second = Counted(lambda request: HttpResponse()), Counted()
-    view = two_phases(first, second, call=Mock(side_effect=[RuntimeError("down"), None]), scope=scopes.session)
+    view = two_phases(
+        first, second, call=Mock(side_effect=[RuntimeError("down"), None]), scope=scopes.session
+    )
     serve(view=view, visit=_keep_a_session, sign_in=_sign_in)
     visitor = Client(raise_request_exception=False)
     visitor.post("/visit/")
@@ -367,7 +442,9 @@ def test_a_login_in_another_tab_meanwhile_neither_breaks_the_answer_nor_loses_it
     assert counted.runs == 1
 
 
-def test_what_another_tab_does_to_the_session_meanwhile_is_kept(serve: Serve, visitor: Client) -> None:
+def test_what_another_tab_does_to_the_session_meanwhile_is_kept(
+    serve: Serve, visitor: Client
+) -> None:
     other_tab = Client()
     other_tab.cookies["sessionid"] = visitor.cookies["sessionid"].value
 
@@ -379,20 +456,27 @@ def test_what_another_tab_does_to_the_session_meanwhile_is_kept(serve: Serve, vi
         request.session["cart"] = [1]
         return HttpResponse()
 
-    serve(view=idempotent(work), add=add, content=lambda request: JsonResponse(dict(request.session)))
+    serve(
+        view=idempotent(work), add=add, content=lambda request: JsonResponse(dict(request.session))
+    )
     assert visitor.post("/view/", headers={"Idempotency-Key": "key-1"}).status_code == 201
     assert visitor.get("/content/").json()["cart"] == [1]
 
 
 @both_kinds
 def test_a_session_that_is_a_plain_dict(kind: Any, rf: Any, sender: Sender) -> None:
-    request = rf.post("/view/", b"{}", content_type="application/json", headers={"Idempotency-Key": "key-1"})
+    request = rf.post(
+        "/view/", b"{}", content_type="application/json", headers={"Idempotency-Key": "key-1"}
+    )
     request.user, request.session = sender.user, {}
     assert kind(create)(request).status_code == 201
 
 
-def test_a_session_that_the_request_has_created_is_no_scope(serve: Serve, transactional_db: None) -> None:
-    """A client that gets no response gets no cookie either, so its retry would create another session."""
+def test_a_session_that_the_request_has_created_is_no_scope(
+    serve: Serve, transactional_db: None
+) -> None:
+    """A client that gets no response gets no cookie either, so its retry would create another
+    session."""
 
     def creates_a_session(view: View) -> View:
         def outer(request: HttpRequest) -> HttpResponse:
@@ -416,14 +500,19 @@ def test_a_session_is_written_for_its_scope_once(serve: Serve, visitor: Client) 
     for key in ("key-1", "key-2"):
         with statements() as done:
             assert visitor.post("/view/", headers={"Idempotency-Key": key}).status_code == 201
-        # psycopg gives Django no text of prepared statements; Django's own statements are not prepared.
+        # psycopg gives Django no text of prepared statements; Django's own statements are not
+        # prepared.
         texts = [query["sql"] or "" for query in done]
-        writes.append(sum("django_session" in text and not text.startswith("SELECT") for text in texts))
+        writes.append(
+            sum("django_session" in text and not text.startswith("SELECT") for text in texts)
+        )
     assert writes == [1, 0]
 
 
 @pytest.mark.parametrize("meanwhile", ["other request", "sign out"])
-def test_what_happened_to_a_session_since_it_was_read_is_seen(meanwhile: str, serve: Serve, visitor: Client) -> None:
+def test_what_happened_to_a_session_since_it_was_read_is_seen(
+    meanwhile: str, serve: Serve, visitor: Client
+) -> None:
     other_tab = Client()
     other_tab.cookies["sessionid"] = visitor.cookies["sessionid"].value
     protected = idempotent(work := Counted())
@@ -442,12 +531,20 @@ def test_what_happened_to_a_session_since_it_was_read_is_seen(meanwhile: str, se
         assert (problem(answer)["code"], work.runs) == ("scope_missing", 0)
         assert not Session.objects.exists()
     else:
-        assert (answer.status_code, len(set(IdempotencyKey.objects.values_list("scope", flat=True)))) == (201, 1)
+        assert (
+            answer.status_code,
+            len(set(IdempotencyKey.objects.values_list("scope", flat=True))),
+        ) == (201, 1)
 
 
 def test_a_session_that_changes_hands_takes_no_answer_along(serve: Serve, visitor: Client) -> None:
-    """A second user signs in with the browser in which the first one is signed in, and then signs out."""
-    serve(view=idempotent(scope=scopes.session)(work := Counted()), sign_in=_sign_in, sign_out=_sign_out)
+    """A second user signs in with the browser in which the first one is signed in, and then signs
+    out."""
+    serve(
+        view=idempotent(scope=scopes.session)(work := Counted()),
+        sign_in=_sign_in,
+        sign_out=_sign_out,
+    )
 
     def post(url: str = "/view/", **data: int) -> Any:
         return visitor.post(url, data, headers={"Idempotency-Key": "key-1"})
@@ -462,7 +559,9 @@ def test_a_session_that_changes_hands_takes_no_answer_along(serve: Serve, visito
     assert work.runs == 2
 
 
-def test_who_planted_a_session_gets_no_answer_of_the_user_who_signed_in_with_it(serve: Serve, visitor: Client) -> None:
+def test_who_planted_a_session_gets_no_answer_of_the_user_who_signed_in_with_it(
+    serve: Serve, visitor: Client
+) -> None:
     serve(view=idempotent(scope=scopes.session)(work := Counted()), sign_in=_sign_in)
     victim = Client()
     victim.cookies["sessionid"] = visitor.cookies["sessionid"].value
@@ -482,7 +581,9 @@ def test_joined_scopes_do_not_run_into_each_other() -> None:
     assert len({of("a", "bc"), of("ab", "c"), of("abc"), of("1:a", "bc")}) == 4
 
 
-def test_what_finished_requests_of_one_user_left_can_be_erased(serve: Serve, sender: Sender, transactional_db: None) -> None:
+def test_what_finished_requests_of_one_user_left_can_be_erased(
+    serve: Serve, sender: Sender, transactional_db: None
+) -> None:
     serve(view=idempotent(create))
     other = Sender()
     sender.send(), other.send()
@@ -507,7 +608,9 @@ def _sign_out(request: HttpRequest) -> HttpResponse:
 
 
 @both_kinds
-def test_what_a_scope_of_ones_own_returns_is_nobody_elses(kind: Kind, serve: Serve, visitor: Client) -> None:
+def test_what_a_scope_of_ones_own_returns_is_nobody_elses(
+    kind: Kind, serve: Serve, visitor: Client
+) -> None:
     serve(view=kind(work := Counted()), open=kind(work, scope=scope_by_header("X-Account")))
     headers = {"Idempotency-Key": "key-1"}
     first = visitor.post("/view/", headers=headers)
@@ -515,7 +618,9 @@ def test_what_a_scope_of_ones_own_returns_is_nobody_elses(kind: Kind, serve: Ser
     assert taken.startswith("session:")
     stranger = Client().post("/open/", headers=headers | {"X-Account": taken})
     assert stranger.content != first.content
-    assert sorted(IdempotencyKey.objects.values_list("scope", flat=True)) == sorted([taken, f"scope={taken}"])
+    assert sorted(IdempotencyKey.objects.values_list("scope", flat=True)) == sorted(
+        [taken, f"scope={taken}"]
+    )
 
 
 def test_scope_of_ones_own_in_joined_scopes_is_nobody_elses() -> None:

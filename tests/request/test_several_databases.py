@@ -1,4 +1,5 @@
-"""A plain view that writes to a second database with ATOMIC_REQUESTS: the guarantees there, and the responses."""
+"""A plain view that writes to a second database with ATOMIC_REQUESTS: the guarantees there, and the
+responses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,10 @@ from tests.kit.serving import Sender, problem
 from tests.kit.threads import elsewhere
 from tests.models import Account, Entry
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])]
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.django_db(transaction=True, databases=["default", "shard_b"]),
+]
 
 Serve = Callable[..., None]
 
@@ -56,7 +60,8 @@ def break_reference(alias: str) -> None:
 
 
 def account(by: str, alias: str) -> None:
-    """Create a row with the number of rows: two concurrent transactions that do this are not serializable."""
+    """Create a row with the number of rows: two concurrent transactions that do this are not
+    serializable."""
     Account.objects.using(alias).create(name=f"{by} sees {Account.objects.using(alias).count()}")
 
 
@@ -73,7 +78,8 @@ def rival(alias: str) -> None:
 
 @contextmanager
 def at_the_end_of_the_checks(alias: str, event: Callable[[str], None]) -> Iterator[None]:
-    """Call ``event`` when the constraints of both databases are checked, before the first COMMIT is sent."""
+    """Call ``event`` when the constraints of both databases are checked, before the first COMMIT is
+    sent."""
     events = iter([event])
 
     def watch(execute: Any, sql: str, *rest: Any) -> Any:
@@ -100,7 +106,9 @@ def cut(alias: str) -> None:
 
 
 @pytest.mark.parametrize("alias", ["default", "shard_b"])
-def test_a_deferred_constraint_of_either_database_leaves_nothing_in_both(alias: str, serve: Serve, sender: Sender) -> None:
+def test_a_deferred_constraint_of_either_database_leaves_nothing_in_both(
+    alias: str, serve: Serve, sender: Sender
+) -> None:
     serve(view=idempotent(work := Booking(lambda: break_reference(alias))))
     assert sender.send().status_code == 500
     assert (entries(), IdempotencyKey.objects.count()) == ((0, 0), 0)
@@ -110,12 +118,16 @@ def test_a_deferred_constraint_of_either_database_leaves_nothing_in_both(alias: 
 
 
 @pytest.mark.parametrize("how", ["lost", "broken", "marked", "ended"])
-def test_a_transaction_there_that_cannot_commit_leaves_nothing_in_both(how: str, serve: Serve, sender: Sender) -> None:
+def test_a_transaction_there_that_cannot_commit_leaves_nothing_in_both(
+    how: str, serve: Serve, sender: Sender
+) -> None:
     def end() -> None:
         match how:
             case "lost":
                 cut("shard_b")
-            case "broken":  # PostgreSQL executes the COMMIT of a broken transaction as ROLLBACK, without an error.
+            case "broken":
+                # PostgreSQL executes the COMMIT of a broken transaction as ROLLBACK, without an
+                # error.
                 with suppress(DatabaseError):
                     connections["shard_b"].cursor().execute("SELECT 1/0")
             case "marked":
@@ -131,7 +143,9 @@ def test_a_transaction_there_that_cannot_commit_leaves_nothing_in_both(how: str,
     assert (sender.send().status_code, work.runs, entries()) == (201, 2, (1, 1))
 
 
-def test_a_commit_that_fails_there_is_tried_again_while_nothing_is_committed(serve: Serve, sender: Sender) -> None:
+def test_a_commit_that_fails_there_is_tried_again_while_nothing_is_committed(
+    serve: Serve, sender: Sender
+) -> None:
     other = connections["shard_b"]
     other.cursor().execute("SET default_transaction_isolation = 'serializable'")
     try:
@@ -147,16 +161,25 @@ def test_a_commit_that_fails_there_is_tried_again_while_nothing_is_committed(ser
 def test_once_another_database_has_committed_there_is_no_retry_inside_the_process(
     serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve(view=idempotent(isolation="serializable")(work := Booking(lambda: account("view", "default"))))
+    serve(
+        view=idempotent(isolation="serializable")(
+            work := Booking(lambda: account("view", "default"))
+        )
+    )
     with at_the_end_of_the_checks("default", rival):
         answer = sender.send()
-    assert (answer.status_code, problem(answer)["code"], answer["Retry-After"]) == (503, "database_unavailable", "1")
+    assert (answer.status_code, problem(answer)["code"], answer["Retry-After"]) == (
+        503,
+        "database_unavailable",
+        "1",
+    )
     assert problem(answer)["retryable"] is True
     assert "COMMIT succeeded in ['shard_b'], but failed for the key in 'default'" in caplog.text
     assert (work.runs, entries(), IdempotencyKey.objects.count()) == (1, (0, 1), 0)
     again = sender.send()
     assert (again.status_code, "Idempotent-Replayed" in again) == (201, False)
-    assert (work.runs, entries()) == (2, (1, 2))  # exactly once in the key's database, at least once in the other
+    # exactly once in the key's database, at least once in the other
+    assert (work.runs, entries()) == (2, (1, 2))
     assert sender.send()["Idempotent-Replayed"] == "true"
 
 
@@ -168,12 +191,18 @@ def test_a_connection_that_is_cut_at_its_commit_is_no_success(
     with at_the_end_of_the_checks(alias, cut):
         answer = sender.send()
     connections[alias].close()
-    assert (answer.status_code, problem(answer)["code"], work.runs) == (503, "database_unavailable", 1)
+    assert (answer.status_code, problem(answer)["code"], work.runs) == (
+        503,
+        "database_unavailable",
+        1,
+    )
     assert (entries(), IdempotencyKey.objects.count()) == ((0, left_there), 0)
     assert (sender.send().status_code, entries()) == (201, (1, left_there + 1))
 
 
-def test_hooks_of_the_other_database_run_when_all_is_committed(serve: Serve, sender: Sender) -> None:
+def test_hooks_of_the_other_database_run_when_all_is_committed(
+    serve: Serve, sender: Sender
+) -> None:
     seen: list[Any] = []
 
     def hook() -> None:
@@ -185,17 +214,26 @@ def test_hooks_of_the_other_database_run_when_all_is_committed(serve: Serve, sen
 
 
 @pytest.mark.parametrize("error", [OSError, Http404])
-def test_a_hook_that_fails_undoes_nothing(error: type[Exception], serve: Serve, sender: Sender) -> None:
+def test_a_hook_that_fails_undoes_nothing(
+    error: type[Exception], serve: Serve, sender: Sender
+) -> None:
     def hook() -> None:
         raise error
 
     serve(view=idempotent(work := Booking(lambda: transaction.on_commit(hook, using="shard_b"))))
     sender.send()
     again = sender.send()
-    assert (again.status_code, again["Idempotent-Replayed"], work.runs, entries()) == (201, "true", 1, (1, 1))
+    assert (again.status_code, again["Idempotent-Replayed"], work.runs, entries()) == (
+        201,
+        "true",
+        1,
+        (1, 1),
+    )
 
 
-def test_a_replay_asks_nothing_of_the_other_database(serve: Serve, sender: Sender, django_assert_num_queries: Any) -> None:
+def test_a_replay_asks_nothing_of_the_other_database(
+    serve: Serve, sender: Sender, django_assert_num_queries: Any
+) -> None:
     serve(view=idempotent(Booking()))
     sender.send()
     with django_assert_num_queries(0, connection=connections["shard_b"]):
@@ -216,14 +254,22 @@ def sent(alias: str, work: Callable[[], object]) -> list[str]:
         return [line for line in lines if line.split("\t")[1] == "F"]
 
 
-def test_nothing_is_sent_to_a_database_that_the_view_does_not_use(serve: Serve, sender: Sender) -> None:
-    serve(view=idempotent(lambda request: JsonResponse({"id": Entry.objects.create(name="made").pk}, status=201)))
+def test_nothing_is_sent_to_a_database_that_the_view_does_not_use(
+    serve: Serve, sender: Sender
+) -> None:
+    serve(
+        view=idempotent(
+            lambda request: JsonResponse({"id": Entry.objects.create(name="made").pk}, status=201)
+        )
+    )
     sender.send(key="before")
     assert sent("shard_b", lambda: sender.send()) == []
     assert entries() == (2, 0)
 
 
-def test_a_database_that_the_view_does_not_use_has_not_committed(serve: Serve, sender: Sender) -> None:
+def test_a_database_that_the_view_does_not_use_has_not_committed(
+    serve: Serve, sender: Sender
+) -> None:
     """The serialization failure at the COMMIT of the key is retried in the process."""
     failures = iter([True])
 
@@ -238,11 +284,15 @@ def test_a_database_that_the_view_does_not_use_has_not_committed(serve: Serve, s
     assert set(Account.objects.values_list("name", flat=True)) == {"rival sees 0", "view sees 1"}
 
 
-def test_hooks_of_a_database_that_the_view_does_not_use_run_when_the_key_is_committed(serve: Serve, sender: Sender) -> None:
+def test_hooks_of_a_database_that_the_view_does_not_use_run_when_the_key_is_committed(
+    serve: Serve, sender: Sender
+) -> None:
     seen: list[int] = []
 
     def work(request: HttpRequest) -> JsonResponse:
-        transaction.on_commit(lambda: seen.append(elsewhere(IdempotencyKey.objects.finished().count)), using="shard_b")
+        transaction.on_commit(
+            lambda: seen.append(elsewhere(IdempotencyKey.objects.finished().count)), using="shard_b"
+        )
         return JsonResponse({}, status=201)
 
     serve(view=idempotent(work))
@@ -252,14 +302,20 @@ def test_hooks_of_a_database_that_the_view_does_not_use_run_when_the_key_is_comm
 
 @pytest.mark.parametrize("way", ["copy", "psycopg"])
 def test_statements_that_no_wrapper_sees_are_seen(way: str, serve: Serve, sender: Sender) -> None:
-    """COPY, and statements on psycopg's own connection: their deferred constraints are checked before the first COMMIT."""
+    """COPY, and statements on psycopg's own connection: their deferred constraints are checked
+    before the first COMMIT."""
 
     def work(request: HttpRequest) -> JsonResponse:
         other = connections["shard_b"]
         if way == "psycopg":
-            other.connection.execute("INSERT INTO tests_entry (name, idempotency_key_id) VALUES ('broken', -1)")
+            other.connection.execute(
+                "INSERT INTO tests_entry (name, idempotency_key_id) VALUES ('broken', -1)"
+            )
         else:
-            with other.cursor() as cursor, cursor.copy("COPY tests_entry (name, idempotency_key_id) FROM STDIN") as rows:
+            with (
+                other.cursor() as cursor,
+                cursor.copy("COPY tests_entry (name, idempotency_key_id) FROM STDIN") as rows,
+            ):
                 rows.write_row(["broken", -1])
         Entry.objects.create(name="made")
         return JsonResponse({}, status=201)
@@ -309,7 +365,8 @@ def test_a_wrapper_that_the_view_leaves_stays(left: bool, serve: Serve, sender: 
 
 @pytest.fixture
 def book_order() -> Iterator[Any]:
-    """Return the view of docs/how-to/shard-by-tenant.md whose write to the other database is guarded."""
+    """Return the view of docs/how-to/shard-by-tenant.md whose write to the other database is
+    guarded."""
     shop: dict[str, Any] = {"__name__": "tests.shop", "models": models, "Order": Entry}
     left_out = {"@require_POST", "@login_required", "from shop.models import Booking, Order"}
     with isolate_apps("tests"):
@@ -327,7 +384,11 @@ def book_order() -> Iterator[Any]:
 
 @pytest.mark.parametrize("atomic_requests", [True, False])
 def test_the_guard_of_the_guide_lets_a_second_run_write_nothing_there(
-    atomic_requests: bool, book_order: Any, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    atomic_requests: bool,
+    book_order: Any,
+    serve: Serve,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(connections.settings["shard_b"], "ATOMIC_REQUESTS", atomic_requests)
     runs: list[int] = []
@@ -348,19 +409,32 @@ def test_the_guard_of_the_guide_lets_a_second_run_write_nothing_there(
         assert send().status_code == 503
     assert (Entry.objects.count(), bookings.count()) == (0, 1)
     answers = [send() for _ in range(2)]
-    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [(201, False), (201, True)]
+    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [
+        (201, False),
+        (201, True),
+    ]
     assert (runs, Entry.objects.count(), bookings.count()) == ([1, 1], 1, 1)
 
 
-def test_a_check_warns_of_atomic_requests_in_a_second_database(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_warns_of_atomic_requests_in_a_second_database(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def warned() -> list[Any]:
-        return [message for message in check_views(None) if isinstance(message, Warning) and message.id == "idempotency.W010"]
+        return [
+            message
+            for message in check_views(None)
+            if isinstance(message, Warning) and message.id == "idempotency.W010"
+        ]
 
     serve(view=idempotent(Booking()), other=idempotent(Booking()))
     (warning,) = warned()
     assert "shard_b" in warning.msg
     assert "default" not in warning.msg
-    serve(view=idempotent(transaction.non_atomic_requests(using="shard_b")(lambda request: JsonResponse({}))))
+    serve(
+        view=idempotent(
+            transaction.non_atomic_requests(using="shard_b")(lambda request: JsonResponse({}))
+        )
+    )
     assert warned() == []
     serve(view=idempotent(recovery_points=["a"])(Booking()))
     assert warned() == []

@@ -1,4 +1,5 @@
-"""Each tenant's keys, jobs and messages in the tenant's own database: two shards, chosen by the request or by a router."""
+"""Each tenant's keys, jobs and messages in the tenant's own database: two shards, chosen by the
+request or by a router."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,13 @@ from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NoOpenTransaction
 from idempotency.inbox import process_once
 from idempotency.jobs import stage_job
-from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob
+from idempotency.models import (
+    DownstreamCall,
+    IdempotencyKey,
+    ProcessedMessage,
+    ProcessHeartbeat,
+    StagedJob,
+)
 from idempotency.phases import atomic_phase
 from idempotency.reaper import ReapPass, reap_once
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
@@ -39,9 +46,18 @@ from tests.kit.threads import Gate, background
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
-TABLES: tuple[type[Model], ...] = (IdempotencyKey, StagedJob, DownstreamCall, ProcessedMessage, Entry)
+TABLES: tuple[type[Model], ...] = (
+    IdempotencyKey,
+    StagedJob,
+    DownstreamCall,
+    ProcessedMessage,
+    Entry,
+)
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])]
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.django_db(transaction=True, databases=["default", "shard_b"]),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +66,8 @@ def _hosts(settings: Settings) -> None:
 
 
 def rows(alias: str) -> dict[str, int]:
-    """Return the number of rows in a shard by name of the model, without models that have no rows."""
+    """Return the number of rows in a shard by name of the model, without models that have no
+    rows."""
     counts = {model.__name__: model._default_manager.using(alias).count() for model in TABLES}
     return {name: number for name, number in counts.items() if number}
 
@@ -72,11 +89,17 @@ def plain(request: HttpRequest) -> HttpResponseBase:
 class Shop:
     """A phased view that fails after its first phase while ``broken``."""
 
-    def __init__(self, using: Callable[[HttpRequest], str] | None = shard, alias: Callable[[HttpRequest], Any] = shard) -> None:
+    def __init__(
+        self,
+        using: Callable[[HttpRequest], str] | None = shard,
+        alias: Callable[[HttpRequest], Any] = shard,
+    ) -> None:
         self.broken = True
         self.ran: list[str] = []
         self._alias = alias
-        self.view = idempotent(recovery_points=["entered", "called"], using=using, on_abandon=self._on_abandon)(self._view)
+        self.view = idempotent(
+            recovery_points=["entered", "called"], using=using, on_abandon=self._on_abandon
+        )(self._view)
 
     def _view(self, request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
@@ -101,7 +124,11 @@ class Shop:
                     with atomic_phase(key) as phase:
                         stage_job("tests.kit.jobs.record", {"user": 1})
                         entry = Entry.objects.using(alias).get(idempotency_key=key)
-                        phase.set_response(JsonResponse({"entry": entry.pk, "body": key.request_params}, status=201))
+                        phase.set_response(
+                            JsonResponse(
+                                {"entry": entry.pk, "body": key.request_params}, status=201
+                            )
+                        )
         return key.response()
 
     def _on_abandon(self, key: IdempotencyKey) -> HttpResponseBase:
@@ -131,7 +158,11 @@ def test_the_same_key_in_two_shards_is_two_requests(serve: Any, sender: Sender) 
     serve(view=plain)
     for tenant, alias in (("a", "default"), ("b", "shard_b")):
         first, again = send(sender, tenant), send(sender, tenant)
-        assert (first.status_code, first.json(), "Idempotent-Replayed" in first) == (201, {"shard": alias}, False)
+        assert (first.status_code, first.json(), "Idempotent-Replayed" in first) == (
+            201,
+            {"shard": alias},
+            False,
+        )
         assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
     for alias in SHARDS.values():
         assert rows(alias) == {"IdempotencyKey": 1, "StagedJob": 1, "Entry": 1}
@@ -147,7 +178,9 @@ def test_a_shard_knows_nothing_of_the_other_ones_keys(serve: Any, sender: Sender
     assert problem(send(sender, "b", body={"a": 1}))["code"] == "key_reused"
 
 
-def test_a_request_in_flight_holds_its_key_in_its_own_shard_alone(serve: Any, sender: Sender) -> None:
+def test_a_request_in_flight_holds_its_key_in_its_own_shard_alone(
+    serve: Any, sender: Sender
+) -> None:
     gate = Gate()
 
     @idempotent(using=shard)
@@ -165,7 +198,9 @@ def test_a_request_in_flight_holds_its_key_in_its_own_shard_alone(serve: Any, se
     assert first.result() == 201
 
 
-def test_an_error_rolls_back_what_a_plain_view_wrote_to_its_shard(serve: Any, sender: Sender) -> None:
+def test_an_error_rolls_back_what_a_plain_view_wrote_to_its_shard(
+    serve: Any, sender: Sender
+) -> None:
     @idempotent(using=shard)
     def view(request: HttpRequest) -> HttpResponseBase:
         plain.__wrapped__(request)
@@ -230,14 +265,17 @@ def test_a_message_stages_its_job_in_its_shard() -> None:
 
 
 def test_a_job_is_not_staged_in_a_database_without_a_transaction() -> None:
-    """Without ``using``, the router chooses the database; an open transaction in another database is not enough."""
+    """Without ``using``, the router chooses the database; an open transaction in another database
+    is not enough."""
     with transaction.atomic(using="shard_b"), pytest.raises(NoOpenTransaction):
         stage_job("tests.kit.jobs.record", {"user": 1})
     assert (rows("default"), rows("shard_b")) == ({}, {})
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_the_completer_of_a_shard_finishes_the_keys_of_that_shard(shop: Shop, sender: Sender, concurrency: int) -> None:
+def test_the_completer_of_a_shard_finishes_the_keys_of_that_shard(
+    shop: Shop, sender: Sender, concurrency: int
+) -> None:
     for tenant in ("a", "b"):
         for number in range(3):
             assert send(sender, tenant, key=f"key-{number}").status_code == 500
@@ -245,14 +283,18 @@ def test_the_completer_of_a_shard_finishes_the_keys_of_that_shard(shop: Shop, se
     shop.broken = False
     shop.ran.clear()
     assert complete_once(using="shard_b", concurrency=concurrency) == CompletePass(finished=3)
-    assert set(shop.ran) == {"shard_b"}, "a serialization failure of two at once makes a phase run again"
+    assert set(shop.ran) == {"shard_b"}, (
+        "a serialization failure of two at once makes a phase run again"
+    )
     assert (finished("default"), finished("shard_b")) == (0, 3)
     assert rows("default") == {"IdempotencyKey": 3, "Entry": 3}
     assert rows("shard_b") == {"IdempotencyKey": 3, "StagedJob": 3, "DownstreamCall": 3, "Entry": 3}
     assert send(sender, "b", key="key-0")["Idempotent-Replayed"] == "true"
 
 
-def test_a_key_is_finished_where_it_is_although_its_view_names_another_database_now(serve: Any, sender: Sender) -> None:
+def test_a_key_is_finished_where_it_is_although_its_view_names_another_database_now(
+    serve: Any, sender: Sender
+) -> None:
     runs: list[str | None] = []
 
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -282,7 +324,11 @@ def test_the_reaper_of_a_shard_deletes_and_settles_there(shop: Shop, sender: Sen
     in_both_shards(past_the_retention)
     assert reap_once(using="shard_b") == ReapPass(deleted=1, settled=1)
     assert send(sender, "b", key="unfinished").status_code == 410
-    assert not Entry.objects.using("shard_b").filter(name="entry", idempotency_key__idempotency_key="finished").exists()
+    assert (
+        not Entry.objects.using("shard_b")
+        .filter(name="entry", idempotency_key__idempotency_key="finished")
+        .exists()
+    )
     assert IdempotencyKey.objects.using("default").count() == 2
     assert finished("default") == 1
 
@@ -318,7 +364,9 @@ def jobs_handed_over(**arguments: Any) -> list[Any]:
     return get_queue("default").jobs
 
 
-def test_with_a_router_a_worker_of_a_shard_keeps_its_inbox_there(broker: Any, routed: "Shop") -> None:
+def test_with_a_router_a_worker_of_a_shard_keeps_its_inbox_there(
+    broker: Any, routed: "Shop"
+) -> None:
     with shards.tenant("shard_b"):
         for job in jobs_handed_over(alias="shard_b") * 2:
             job.perform()
@@ -362,7 +410,9 @@ def test_the_workers_of_each_queue_try_a_job_again_in_its_shard(
     assert rows("default") == {}
 
 
-def test_a_worker_for_all_shards_is_told_what_the_router_of_the_enqueuer_knows(broker: Any, routed: "Shop") -> None:
+def test_a_worker_for_all_shards_is_told_what_the_router_of_the_enqueuer_knows(
+    broker: Any, routed: "Shop"
+) -> None:
     with shards.tenant("shard_b"):
         jobs = jobs_handed_over(alias="shard_b")
     for job in jobs * 2:
@@ -388,7 +438,10 @@ def test_the_commands_work_on_the_shard_they_are_given(broker: Any) -> None:
     in_each_shard(IdempotencyKeyFactory, finished=True, **long_ago)
     in_each_shard(IdempotencyKeyFactory, request_path="/nowhere")
     in_both_shards(abandon)
-    outputs = [run(command, "--database", "shard_b").stdout for command in ("enqueue_jobs", "complete_keys", "reap_keys")]
+    outputs = [
+        run(command, "--database", "shard_b").stdout
+        for command in ("enqueue_jobs", "complete_keys", "reap_keys")
+    ]
     assert outputs == [
         "enqueue_jobs: 1 handed over, 0 refused, 0 failed\n",
         "complete_keys: 0 finished, 0 failed, 1 stuck\n",
@@ -414,7 +467,9 @@ COMMANDS = ["enqueue_jobs", "complete_keys", "reap_keys", "staged_jobs list", "i
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_works_where_the_router_writes(command: str, broker: Any, settings: Settings) -> None:
+def test_a_command_works_where_the_router_writes(
+    command: str, broker: Any, settings: Settings
+) -> None:
     in_each_shard(StagedJobFactory)
     in_each_shard(IdempotencyKeyFactory, request_path="/nowhere")
     in_both_shards(past_the_retention)
@@ -440,7 +495,9 @@ def test_the_worker_of_a_shard_works_on_that_shard(broker: Any) -> None:
     in_both_shards(abandon)
     intervals = [f"--{loop}-interval=0.1" for loop in ("enqueue", "complete", "reap")]
     name = connections["shard_b"].settings_dict["NAME"]
-    with commands.start("idempotency_worker", "--database", "shard_b", *intervals, RIDES_TEST_SHARD_B=name) as process:
+    with commands.start(
+        "idempotency_worker", "--database", "shard_b", *intervals, RIDES_TEST_SHARD_B=name
+    ) as process:
         eventually(lambda: not StagedJob.objects.using("shard_b").exists())
         eventually(IdempotencyKey.objects.using("shard_b").stuck().exists)
         eventually(lambda: ProcessHeartbeat.objects.using("shard_b").count() == 3)
@@ -452,12 +509,17 @@ def test_the_worker_of_a_shard_works_on_that_shard(broker: Any) -> None:
     assert rows("default") == {"IdempotencyKey": 1, "StagedJob": 1}
 
 
-def test_staged_jobs_and_the_doctor_look_into_the_shard_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_staged_jobs_and_the_doctor_look_into_the_shard_they_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with transaction.atomic(using="shard_b"):
         job = StagedJob.objects.using("shard_b").create(job_name="tests.job", failed_at=Now())
     for alias in SHARDS.values():
         call_command("staged_jobs", "stats", database=alias)
-    assert [line.split(", ")[-1] for line in capsys.readouterr().out.splitlines()] == ["0 failed", "1 failed"]
+    assert [line.split(", ")[-1] for line in capsys.readouterr().out.splitlines()] == [
+        "0 failed",
+        "1 failed",
+    ]
     with pytest.raises(SystemExit):
         call_command("idempotency_doctor", database="shard_b")
     assert "jobs_failed" in capsys.readouterr().out
@@ -493,22 +555,35 @@ def test_with_a_router_a_view_names_no_database(routed: Shop, sender: Sender) ->
 
 def test_with_a_router_a_plain_view_names_no_database(routed: Shop, sender: Sender) -> None:
     assert send(sender, "b", url="/plain/").status_code == 201
-    assert (rows("default"), rows("shard_b")) == ({}, {"IdempotencyKey": 1, "StagedJob": 1, "Entry": 1})
+    assert (rows("default"), rows("shard_b")) == (
+        {},
+        {"IdempotencyKey": 1, "StagedJob": 1, "Entry": 1},
+    )
 
 
 def test_with_a_router_a_message_and_its_job_go_to_the_shard(routed: Shop) -> None:
     with shards.tenant("shard_b"), process_once("stripe", "evt_1"):
         Entry.objects.create(name="entry")
         stage_job("tests.kit.jobs.record", {"user": 1})
-    assert (rows("default"), rows("shard_b")) == ({}, {"ProcessedMessage": 1, "StagedJob": 1, "Entry": 1})
+    assert (rows("default"), rows("shard_b")) == (
+        {},
+        {"ProcessedMessage": 1, "StagedJob": 1, "Entry": 1},
+    )
 
 
-@pytest.mark.parametrize("prepared", [False, True], ids=["one process for each shard", "PREPARE_REQUEST"])
+@pytest.mark.parametrize(
+    "prepared", [False, True], ids=["one process for each shard", "PREPARE_REQUEST"]
+)
 def test_with_a_router_the_completer_of_a_shard_finishes_its_keys(
     routed: Shop, sender: Sender, settings: Settings, prepared: bool
 ) -> None:
-    """The other shard has a key with the same id; the completer must not run the request of that key."""
-    assert send(sender, "a", body={"of": "a"}).status_code == send(sender, "b", body={"of": "b"}).status_code == 500
+    """The other shard has a key with the same id; the completer must not run the request of that
+    key."""
+    assert (
+        send(sender, "a", body={"of": "a"}).status_code
+        == send(sender, "b", body={"of": "b"}).status_code
+        == 500
+    )
     in_both_shards(abandon)
     routed.broken = False
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare_request} if prepared else {}
@@ -519,10 +594,19 @@ def test_with_a_router_the_completer_of_a_shard_finishes_its_keys(
     assert send(sender, "b", body={"of": "b"}).json()["body"] == {"of": "b"}
 
 
-@pytest.mark.parametrize("alias", ["shard_b", None], ids=["one process for each shard", "one for all"])
-def test_with_a_router_the_reaper_settles_a_key_of_its_shard(routed: Shop, sender: Sender, alias: str | None) -> None:
-    """A key whose call is in doubt becomes stuck, whichever database the router chooses for calls."""
-    assert send(sender, "b", key="settled").status_code == send(sender, "b", key="in-doubt").status_code == 500
+@pytest.mark.parametrize(
+    "alias", ["shard_b", None], ids=["one process for each shard", "one for all"]
+)
+def test_with_a_router_the_reaper_settles_a_key_of_its_shard(
+    routed: Shop, sender: Sender, alias: str | None
+) -> None:
+    """A key whose call is in doubt becomes stuck, whichever database the router chooses for
+    calls."""
+    assert (
+        send(sender, "b", key="settled").status_code
+        == send(sender, "b", key="in-doubt").status_code
+        == 500
+    )
     key = IdempotencyKey.objects.using("shard_b").get(idempotency_key="in-doubt")
     DownstreamCall.objects.using("shard_b").create(key_id=key.pk, name="sms", token=uuid4())
     in_both_shards(past_the_retention)
@@ -532,7 +616,9 @@ def test_with_a_router_the_reaper_settles_a_key_of_its_shard(routed: Shop, sende
     assert problem(send(sender, "b", key="in-doubt"))["code"] == "key_stuck"
 
 
-def test_with_a_router_the_admin_shows_and_moves_the_keys_of_the_shard(routed: Shop, settings: Settings) -> None:
+def test_with_a_router_the_admin_shows_and_moves_the_keys_of_the_shard(
+    routed: Shop, settings: Settings
+) -> None:
     settings.ROOT_URLCONF = "rides_demo.urls"
     stuck = {"stuck_at": Now(), "stuck_code": "in_doubt", "stuck_reason": "Look there."}
     in_each_shard(IdempotencyKeyFactory, request_path="/nowhere", **stuck)
@@ -540,13 +626,20 @@ def test_with_a_router_the_admin_shows_and_moves_the_keys_of_the_shard(routed: S
     IdempotencyKey.objects.using("shard_b").filter(pk=key.pk).update(request_path="/only-in-b")
     admin = Client(headers={"Host": "b.example"})
     admin.force_login(UserFactory(is_staff=True, is_superuser=True))
-    pages = {host: admin.get("/admin/idempotency/idempotencykey/", headers={"Host": host}).text for host in SHARDS}
+    pages = {
+        host: admin.get("/admin/idempotency/idempotencykey/", headers={"Host": host}).text
+        for host in SHARDS
+    }
     assert ["/only-in-b" in page for page in pages.values()] == [False, True]
     pressed = admin.post(
-        f"/admin/idempotency/idempotencykey/{key.pk}/press/acknowledge/", looked_at(key, "shard_b") | {"note": ""}
+        f"/admin/idempotency/idempotencykey/{key.pk}/press/acknowledge/",
+        looked_at(key, "shard_b") | {"note": ""},
     )
     assert pressed.status_code == 302
-    assert [IdempotencyKey.objects.using(alias).stuck().count() for alias in SHARDS.values()] == [1, 0]
+    assert [IdempotencyKey.objects.using(alias).stuck().count() for alias in SHARDS.values()] == [
+        1,
+        0,
+    ]
 
 
 class ReplicaRouter:
@@ -576,11 +669,17 @@ def test_a_replay_is_not_read_from_a_replica(replica: Shop, sender: Sender) -> N
     for url in ("/view/", "/plain/"):
         first = sender.send(url, key=url, headers={"Host": "a.example"})
         again = sender.send(url, key=url, headers={"Host": "a.example"})
-        assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+        assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (
+            201,
+            first.content,
+            "true",
+        )
     assert rows("shard_b") == {}
 
 
-def test_the_processes_do_not_read_from_a_replica(replica: Shop, sender: Sender, settings: Settings) -> None:
+def test_the_processes_do_not_read_from_a_replica(
+    replica: Shop, sender: Sender, settings: Settings
+) -> None:
     taken: list[str | None] = []
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take"}}
     take.list = taken  # type: ignore[attr-defined]
@@ -595,7 +694,11 @@ def test_the_processes_do_not_read_from_a_replica(replica: Shop, sender: Sender,
     assert reap_once() == ReapPass(deleted=1, settled=1)
 
 
-@pytest.mark.parametrize("end", [RuntimeError("on purpose"), HttpResponse(status=503), OperationalError("conflict")], ids=type)
+@pytest.mark.parametrize(
+    "end",
+    [RuntimeError("on purpose"), HttpResponse(status=503), OperationalError("conflict")],
+    ids=type,
+)
 def test_what_a_plain_view_wrote_to_another_database_goes_with_its_answer(
     end: Any, serve: Any, sender: Sender, monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:

@@ -1,4 +1,5 @@
-"""The signals of a request: their order, sent outside any transaction, and never for work that was rolled back."""
+"""The signals of a request: their order, sent outside any transaction, and never for work that was
+rolled back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,15 +20,27 @@ Serve = Callable[..., None]
 
 @pytest.fixture
 def sent(transactional_db: None) -> Iterator[list[tuple[str, str, bool]]]:
-    """Yield the sent signals: name, recovery point of the key, and whether no transaction was open."""
+    """Yield the sent signals: name, recovery point of the key, and whether no transaction was
+    open."""
     received: list[tuple[str, str, bool]] = []
-    every = ("key_claimed", "key_replayed", "key_conflict", "phase_committed", "key_finished", "key_stuck")
+    every = (
+        "key_claimed",
+        "key_replayed",
+        "key_conflict",
+        "phase_committed",
+        "key_finished",
+        "key_stuck",
+    )
 
     def receiver(name: str) -> Callable[..., None]:
-        def receive(*, sender: Any, key: IdempotencyKey | None, request: HttpRequest | None, **kwargs: Any) -> None:
+        def receive(
+            *, sender: Any, key: IdempotencyKey | None, request: HttpRequest | None, **kwargs: Any
+        ) -> None:
             assert sender is IdempotencyKey
             assert request is not None
-            received.append((name, key.recovery_point if key else "", not connection.in_atomic_block))
+            received.append(
+                (name, key.recovery_point if key else "", not connection.in_atomic_block)
+            )
 
         return receive
 
@@ -39,10 +52,15 @@ def sent(transactional_db: None) -> Iterator[list[tuple[str, str, bool]]]:
         getattr(signals, name).disconnect(receive)
 
 
-def test_signals_of_a_plain_view(serve: Serve, sender: Sender, sent: list[tuple[str, str, bool]]) -> None:
+def test_signals_of_a_plain_view(
+    serve: Serve, sender: Sender, sent: list[tuple[str, str, bool]]
+) -> None:
     serve(view=plain(create))
     sender.send()
-    assert [(name, outside) for name, _, outside in sent] == [("key_claimed", True), ("key_finished", True)]
+    assert [(name, outside) for name, _, outside in sent] == [
+        ("key_claimed", True),
+        ("key_finished", True),
+    ]
     sent.clear()
     sender.send()
     assert sent == [("key_replayed", "finished", True)]
@@ -51,7 +69,9 @@ def test_signals_of_a_plain_view(serve: Serve, sender: Sender, sent: list[tuple[
     assert [(name, outside) for name, _, outside in sent] == [("key_conflict", True)]
 
 
-def test_signals_of_a_phased_view(serve: Serve, sender: Sender, sent: list[tuple[str, str, bool]]) -> None:
+def test_signals_of_a_phased_view(
+    serve: Serve, sender: Sender, sent: list[tuple[str, str, bool]]
+) -> None:
     serve(view=two_phases(create, lambda request: HttpResponse(status=201)))
     sender.send()
     assert sent == [
@@ -62,7 +82,9 @@ def test_signals_of_a_phased_view(serve: Serve, sender: Sender, sent: list[tuple
     ]
 
 
-def test_signals_of_a_refusal_before_the_first_phase(serve: Serve, sender: Sender, sent: list[tuple[str, str, bool]]) -> None:
+def test_signals_of_a_refusal_before_the_first_phase(
+    serve: Serve, sender: Sender, sent: list[tuple[str, str, bool]]
+) -> None:
     @idempotent(recovery_points=["a"])
     def view(request: HttpRequest) -> HttpResponse:
         raise Http404
@@ -89,7 +111,12 @@ def test_receiver_that_fails_changes_nothing(kind: Kind, serve: Serve, sender: S
     def broken(**kwargs: Any) -> None:
         raise OperationalError("metrics are down")
 
-    every = [signals.key_claimed, signals.key_replayed, signals.phase_committed, signals.key_finished]
+    every = [
+        signals.key_claimed,
+        signals.key_replayed,
+        signals.phase_committed,
+        signals.key_finished,
+    ]
     for signal in every:
         signal.connect(broken)
     try:

@@ -1,4 +1,5 @@
-"""SQLite has one writer at a time: a request during a plain view waits for it once, then gets a 503 with Retry-After."""
+"""SQLite has one writer at a time: a request during a plain view waits for it once, then gets a 503
+with Retry-After."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +27,9 @@ def waits_for_a_writer(verb: str, seen: Any) -> int:
 
 
 @pytest.fixture(params=[None, "IMMEDIATE"], ids=["deferred", "immediate"])
-def waits(request: pytest.FixtureRequest, transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def waits(
+    request: pytest.FixtureRequest, transactional_db: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """Let connections wait for a writer for at most a second; yield the statement that waits."""
     connection.close()
     options = connection.settings_dict["OPTIONS"]
@@ -36,7 +39,9 @@ def waits(request: pytest.FixtureRequest, transactional_db: None, monkeypatch: p
     connection.close()
 
 
-@pytest.mark.parametrize(("url", "key"), [("/plain/", "key-1"), ("/plain/", "key-2"), ("/phased/", "key-3")])
+@pytest.mark.parametrize(
+    ("url", "key"), [("/plain/", "key-1"), ("/plain/", "key-2"), ("/phased/", "key-3")]
+)
 def test_who_meets_a_plain_run_waits_once_and_is_told_to_come_back(
     url: str, key: str, waits: str, serve: Serve, sender: Sender, settings: Settings
 ) -> None:
@@ -54,14 +59,22 @@ def test_who_meets_a_plain_run_waits_once_and_is_told_to_come_back(
     with statements() as seen:
         refused = sender.send(url, key=key)
     gate.open()
-    assert (refused.status_code, problem(refused)["retryable"], int(refused["Retry-After"]) >= 1) == (503, True, True)
+    assert (
+        refused.status_code,
+        problem(refused)["retryable"],
+        int(refused["Retry-After"]) >= 1,
+    ) == (503, True, True)
     assert waits_for_a_writer("INSERT" if url == "/phased/" else waits, seen) == 1
     assert running.result(WAIT_SECONDS).status_code == 201
     assert sender.send(url, key=key).status_code == 201
-    assert (Entry.objects.count(), IdempotencyKey.objects.count()) == ((1, 1) if key == "key-1" else (2, 2))
+    assert (Entry.objects.count(), IdempotencyKey.objects.count()) == (
+        (1, 1) if key == "key-1" else (2, 2)
+    )
 
 
-def test_who_waits_for_a_run_that_fails_runs(serve: Serve, sender: Sender, transactional_db: None) -> None:
+def test_who_waits_for_a_run_that_fails_runs(
+    serve: Serve, sender: Sender, transactional_db: None
+) -> None:
     gate, failures = Gate(), [True]
 
     def work(request: HttpRequest) -> HttpResponseBase:
@@ -77,5 +90,8 @@ def test_who_waits_for_a_run_that_fails_runs(serve: Serve, sender: Sender, trans
     gate.wait_until_reached()
     waiting = in_background(another_client(sender).send)
     gate.open()
-    assert [running.result(WAIT_SECONDS).status_code, waiting.result(WAIT_SECONDS).status_code] == [500, 201]
+    assert [running.result(WAIT_SECONDS).status_code, waiting.result(WAIT_SECONDS).status_code] == [
+        500,
+        201,
+    ]
     assert Entry.objects.count() == 1

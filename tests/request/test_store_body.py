@@ -1,5 +1,5 @@
-"""Plain views, and phased views with ``store_body=False``: the body is not in the table and cannot be guessed from it. The
-completer does not run a request without it."""
+"""Plain views, and phased views with ``store_body=False``: the body is not in the table and cannot
+be guessed from it. The completer does not run a request without it."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,9 @@ bodies = pytest.mark.parametrize(
         {"body": f"c+AGE-rd={NUMBER}".encode(), "content_type": f"{FORM}; charset=utf-7"},
         {"body": NUMBER, "content_type": "text/plain"},
         {
-            "body": f'--b\r\nContent-Disposition: form-data; name="card"\r\n\r\n{NUMBER}\r\n--b--\r\n',
+            "body": (
+                f'--b\r\nContent-Disposition: form-data; name="card"\r\n\r\n{NUMBER}\r\n--b--\r\n'
+            ),
             "content_type": "multipart/form-data; boundary=b",
         },
     ],
@@ -47,7 +49,12 @@ def everything_stored() -> str:
     """Return the whole content of the table of keys, as text."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT * FROM idempotency_idempotencykey")
-        return repr([[bytes(value) if isinstance(value, memoryview) else value for value in row] for row in cursor.fetchall()])
+        return repr(
+            [
+                [bytes(value) if isinstance(value, memoryview) else value for value in row]
+                for row in cursor.fetchall()
+            ]
+        )
 
 
 @both_kinds
@@ -63,7 +70,9 @@ def test_a_body_that_is_not_stored_is_nowhere_in_the_table(
 
 
 @bodies
-def test_a_body_that_rest_framework_parses_is_nowhere_in_the_table(sent: dict[str, Any], serve: Serve, sender: Sender) -> None:
+def test_a_body_that_rest_framework_parses_is_nowhere_in_the_table(
+    sent: dict[str, Any], serve: Serve, sender: Sender
+) -> None:
     class Pay(APIView):
         @idempotent
         def post(self, request: Any) -> Response:
@@ -75,7 +84,9 @@ def test_a_body_that_rest_framework_parses_is_nowhere_in_the_table(sent: dict[st
 
 
 @both_kinds
-def test_a_body_that_is_not_stored_is_compared_all_the_same(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_a_body_that_is_not_stored_is_compared_all_the_same(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=storing_no_body(kind)(Counted()))
     sender.send(body={"pin": "1234"})
     assert IdempotencyKey.objects.get().request_body is None
@@ -98,7 +109,10 @@ def test_the_fingerprint_of_a_body_that_is_not_stored_needs_the_secret(
     body = Hidden(requests[0].body)
     assert stored == fingerprint(requests[0], body, keyed=True)
     settings.SECRET_KEY = "another secret"
-    assert stored not in (fingerprint(requests[0], body), fingerprint(requests[0], body, keyed=True))
+    assert stored not in (
+        fingerprint(requests[0], body),
+        fingerprint(requests[0], body, keyed=True),
+    )
 
 
 @both_kinds
@@ -115,21 +129,35 @@ def test_a_new_secret_does_not_make_another_request_of_a_retry(
     assert work.runs == 1
 
 
-def test_the_completer_hands_over_what_it_cannot_run_as_it_was(serve: Serve, sender: Sender) -> None:
+def test_the_completer_hands_over_what_it_cannot_run_as_it_was(
+    serve: Serve, sender: Sender
+) -> None:
     def call() -> None:
         if not calls:
             calls.append(1)
             raise RuntimeError("out of luck")
 
     calls: list[int] = []
-    serve(view=two_phases(create, lambda request: HttpResponse(json.loads(request.body)["pin"]), call=call, store_body=False))
+    serve(
+        view=two_phases(
+            create,
+            lambda request: HttpResponse(json.loads(request.body)["pin"]),
+            call=call,
+            store_body=False,
+        )
+    )
     assert sender.send(body={"pin": "1234"}).status_code == 500
     make_older(400, "created_at", "last_run_at")
     assert complete_once().stuck == 1
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason.endswith("only its client can send it again.")) == ("body_not_kept", True)
+    assert (key.stuck_code, key.stuck_reason.endswith("only its client can send it again.")) == (
+        "body_not_kept",
+        True,
+    )
     assert problem(sender.send(body={"pin": "1235"}))["code"] == "key_reused"
-    assert sender.send(body={"pin": "1234"}).content == b"1234", "a late retry brings what was missing"
+    assert sender.send(body={"pin": "1234"}).content == b"1234", (
+        "a late retry brings what was missing"
+    )
     assert not IdempotencyKey.objects.stuck().exists()
 
 
@@ -146,13 +174,20 @@ def test_what_the_completer_cannot_run_is_left_to_on_abandon(
         assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
     assert "only its client can send it again" in key.last_error
-    assert caplog.text.count(f"the completer cannot run key {key.key_hash} (body_not_kept): The body of the request") == 2
+    assert (
+        caplog.text.count(
+            f"the completer cannot run key {key.key_hash} (body_not_kept): The body of the request"
+        )
+        == 2
+    )
     past_the_retention()
     assert reap_once().settled == 1
     assert sender.send(body={"pin": "1234"}).status_code == 410
 
 
-def test_an_empty_body_is_kept_in_any_case_and_run_by_the_completer(serve: Serve, sender: Sender) -> None:
+def test_an_empty_body_is_kept_in_any_case_and_run_by_the_completer(
+    serve: Serve, sender: Sender
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         if not runs:
             runs.append(1)

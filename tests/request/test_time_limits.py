@@ -1,4 +1,5 @@
-"""A view whose transaction PostgreSQL ends at a time limit: what its client and the log are told."""
+"""A view whose transaction PostgreSQL ends at a time limit: what its client and the log are
+told."""
 
 from collections.abc import Callable
 
@@ -82,7 +83,11 @@ def test_a_view_that_sends_no_statement_for_too_long_is_told_so(
         cursor.execute("SET idle_in_transaction_session_timeout = '100ms'")
     answer = sender.send()
     told = problem(answer)
-    assert (answer.status_code, told["code"], told["retryable"]) == (503, "time_limit_exceeded", False)
+    assert (answer.status_code, told["code"], told["retryable"]) == (
+        503,
+        "time_limit_exceeded",
+        False,
+    )
     assert "Retry-After" not in answer
     assert not Entry.objects.exists()
     assert not IdempotencyKey.objects.in_flight().exists()
@@ -96,15 +101,26 @@ def test_the_log_names_the_view_and_the_limit(
     settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 1}
     serve(view=plain(run_into_the_limit(write)))
     assert problem(sender.send())["code"] == "time_limit_exceeded"
-    (line,) = [record for record in caplog.records if record.name == "idempotency" and record.levelname == "ERROR"]
-    for named in ("tests.kit.views.Counted", "idle_in_transaction_session_timeout", "LOCK_TIMEOUT_SECONDS"):
+    (line,) = [
+        record
+        for record in caplog.records
+        if record.name == "idempotency" and record.levelname == "ERROR"
+    ]
+    for named in (
+        "tests.kit.views.Counted",
+        "idle_in_transaction_session_timeout",
+        "LOCK_TIMEOUT_SECONDS",
+    ):
         assert named in line.getMessage()
 
 
 @both_kinds
-def test_a_limit_of_the_role_is_named(kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_of_the_role_is_named(
+    kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
     with connection.cursor() as cursor:
-        names = ["idle_in_transaction_session_timeout", "transaction_timeout"]  # The second is new in PostgreSQL 17.
+        # The second is new in PostgreSQL 17.
+        names = ["idle_in_transaction_session_timeout", "transaction_timeout"]
         cursor.execute("SELECT name FROM pg_settings WHERE name = ANY(%s)", [names])
         known = [name for (name,) in cursor.fetchall()]
     for limit in known:

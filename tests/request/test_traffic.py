@@ -1,4 +1,5 @@
-"""The counts of requests per minute: what is counted, how it is stored, and what the charts read."""
+"""The counts of requests per minute: what is counted, how it is stored, and what the charts
+read."""
 
 import subprocess
 import sys
@@ -194,13 +195,16 @@ def test_a_lock_on_the_table_stops_no_process(monkeypatch: pytest.MonkeyPatch) -
 
 
 class NoTenant:
-    """A router that needs a value that a middleware sets, and clears before the end of the request."""
+    """A router that needs a value that a middleware sets, and clears before the end of the
+    request."""
 
     def db_for_write(self, model: Any, **hints: Any) -> str | None:
         raise LookupError("No tenant is active.")
 
 
-def test_an_error_of_the_router_reaches_nobody_and_loses_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_router_reaches_nobody_and_loses_nothing(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(mail, "outbox")
     monkeypatch.setattr(traffic, "_next_write", 0.0)
     settings.DATABASE_ROUTERS = [f"{__name__}.NoTenant"]
@@ -243,7 +247,11 @@ def test_the_numbers_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic.write()
     monkeypatch.setattr(time, "time", lambda: begin + 3601)
     hour, now = traffic.read_intervals("default", intervals=2, minutes=60)
-    assert (hour.begin.timestamp(), hour.requests, hour.replays) == (begin, pytest.approx(101 / 60), pytest.approx(1 / 60))
+    assert (hour.begin.timestamp(), hour.requests, hour.replays) == (
+        begin,
+        pytest.approx(101 / 60),
+        pytest.approx(1 / 60),
+    )
     assert 0.01 <= (hour.p50 or 0) < 0.0142
     assert 1 <= (hour.p95 or 0) < 1.42
     assert (now.requests, now.p50) == (0, None)
@@ -251,7 +259,9 @@ def test_the_numbers_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_reaper_deletes_old_counts() -> None:
     now = int(time.time()) // 60
-    TrafficCount.objects.create(minute=now - reaper.TRAFFIC_RETENTION_MINUTES - 5, kind="replayed", count=1)
+    TrafficCount.objects.create(
+        minute=now - reaper.TRAFFIC_RETENTION_MINUTES - 5, kind="replayed", count=1
+    )
     kept = TrafficCount.objects.create(minute=now - 7 * 24 * 60, kind="replayed", count=1)
     reaper.reap_once()
     assert [*TrafficCount.objects.all()] == [kept]

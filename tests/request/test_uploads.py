@@ -1,4 +1,5 @@
-"""Uploads in a protected view: the body may be read as in any view, and the handlers cannot be changed too late."""
+"""Uploads in a protected view: the body may be read as in any view, and the handlers cannot be
+changed too late."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -25,19 +26,26 @@ Serve = Callable[..., None]
 
 def upload(size: int = 5_000) -> bytes:
     """Return a multipart body with a field and a file."""
-    return encode_multipart(BOUNDARY, {"title": "me", "photo": SimpleUploadedFile("me.png", b"x" * size)})
+    return encode_multipart(
+        BOUNDARY, {"title": "me", "photo": SimpleUploadedFile("me.png", b"x" * size)}
+    )
 
 
 @pytest.fixture(params=[1_000_000, None])
 def large(request: pytest.FixtureRequest, settings: Settings) -> None:
-    """Let an upload be large: Django writes its files to the disk, and permits that the view reads the whole body."""
+    """Let an upload be large: Django writes its files to the disk, and permits that the view reads
+    the whole body."""
     settings.FILE_UPLOAD_MAX_MEMORY_SIZE = 1000
     settings.DATA_UPLOAD_MAX_MEMORY_SIZE = request.param
 
 
 def whole(request: HttpRequest) -> HttpResponse:
     """Tell the sizes of the body and of its parts."""
-    sizes = {"body": len(request.body), "title": len(request.POST["title"]), "photo": len(request.FILES["photo"].read())}
+    sizes = {
+        "body": len(request.body),
+        "title": len(request.POST["title"]),
+        "photo": len(request.FILES["photo"].read()),
+    }
     return JsonResponse(sizes, status=201)
 
 
@@ -66,7 +74,13 @@ def test_the_body_of_a_large_upload_can_be_read_under_asgi(large: None, sender: 
             (b"content-length", str(len(body)).encode()),
             (b"idempotency-key", b"key-1"),
         ]
-        scope = {"type": "http", "method": "POST", "path": "/view/", "query_string": b"", "headers": headers}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/view/",
+            "query_string": b"",
+            "headers": headers,
+        }
         stream = BytesIO(body)
         request = ASGIRequest(scope, stream)
         request.user = sender.user
@@ -96,11 +110,19 @@ def test_the_body_of_a_large_upload_can_be_read_in_each_attempt(
     assert found[0] == found[1]
 
 
-def test_a_body_above_the_limit_is_refused_as_without_the_decorator(serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_a_body_above_the_limit_is_refused_as_without_the_decorator(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.FILE_UPLOAD_MAX_MEMORY_SIZE, settings.DATA_UPLOAD_MAX_MEMORY_SIZE = 1000, 2000
-    serve(view=plain(lambda request: HttpResponse(len(request.FILES["photo"].read()))), reading=plain(whole))
+    serve(
+        view=plain(lambda request: HttpResponse(len(request.FILES["photo"].read()))),
+        reading=plain(whole),
+    )
     assert sender.send(body=upload(), content_type=MULTIPART_CONTENT).content == b"5000"
-    assert sender.send("/reading/", "key-2", upload(), content_type=MULTIPART_CONTENT).status_code == 500
+    assert (
+        sender.send("/reading/", "key-2", upload(), content_type=MULTIPART_CONTENT).status_code
+        == 500
+    )
 
 
 class Quota(FileUploadHandler):
@@ -114,10 +136,14 @@ class Quota(FileUploadHandler):
         """Make no file."""
 
 
-def test_a_handler_may_still_stop_a_large_upload(large: None, serve: Serve, sender: Sender, settings: Settings) -> None:
+def test_a_handler_may_still_stop_a_large_upload(
+    large: None, serve: Serve, sender: Sender, settings: Settings
+) -> None:
     settings.FILE_UPLOAD_HANDLERS = [f"{__name__}.Quota"]
     serve(view=plain(lambda request: HttpResponse(str(len(request.FILES)))))
-    responses = [sender.send(body=upload(300_000), content_type=MULTIPART_CONTENT) for _ in range(2)]
+    responses = [
+        sender.send(body=upload(300_000), content_type=MULTIPART_CONTENT) for _ in range(2)
+    ]
     assert [(response.status_code, response.content) for response in responses] == [(200, b"0")] * 2
     assert responses[1]["Idempotent-Replayed"] == "true"
 

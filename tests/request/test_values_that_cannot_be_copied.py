@@ -1,4 +1,5 @@
-"""A request may hold values that cannot be copied: locks, clients, open files. It runs, once in each process."""
+"""A request may hold values that cannot be copied: locks, clients, open files. It runs, once in
+each process."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -59,7 +60,12 @@ def lines() -> Iterator[str]:
     yield "first"
 
 
-UNCOPYABLE: list[Callable[[], Any]] = [threading.Lock, Connected, lines, lambda: open(__file__)]  # noqa: SIM115
+UNCOPYABLE: list[Callable[[], Any]] = [
+    threading.Lock,
+    Connected,
+    lines,
+    lambda: open(__file__),
+]  # noqa: SIM115
 
 
 @pytest.fixture(params=UNCOPYABLE, ids=["lock", "client", "generator", "file"])
@@ -105,7 +111,9 @@ def among_loaded_rows(thing: Any) -> Outer:
 
 @both_kinds
 @pytest.mark.parametrize("place", [on_a_row, in_the_session, in_a_message, among_loaded_rows])
-def test_a_view_runs_with_it(place: Callable[[Any], Outer], thing: Any, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_a_view_runs_with_it(
+    place: Callable[[Any], Outer], thing: Any, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=under(place(thing), kind(create, scope=everybody)))
     first, second = sender.send(), sender.send()
     assert (first.status_code, second.status_code) == (201, 201)
@@ -114,7 +122,9 @@ def test_a_view_runs_with_it(place: Callable[[Any], Outer], thing: Any, kind: Ki
 
 @both_kinds
 @pytest.mark.postgres
-def test_a_serialization_failure_is_left_to_the_client(thing: Any, kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_a_serialization_failure_is_left_to_the_client(
+    thing: Any, kind: Kind, serve: Serve, sender: Sender
+) -> None:
     """The first attempt may have read the file, or have changed the value."""
 
     def spend(request: Any) -> HttpResponse:
@@ -127,11 +137,17 @@ def test_a_serialization_failure_is_left_to_the_client(thing: Any, kind: Kind, s
     spent: list[int] = []
     serve(view=under(on_a_row(thing), kind(spend, scope=everybody)))
     refused = sender.send()
-    assert (refused.status_code, refused.json()["code"], refused["Retry-After"]) == (409, "conflict", "1")
+    assert (refused.status_code, refused.json()["code"], refused["Retry-After"]) == (
+        409,
+        "conflict",
+        "1",
+    )
     assert (sender.send().status_code, spent) == (201, [10, 10])
 
 
-def test_the_session_of_a_view_that_is_rolled_back_is_as_it_was(serve: Serve, sender: Sender) -> None:
+def test_the_session_of_a_view_that_is_rolled_back_is_as_it_was(
+    serve: Serve, sender: Sender
+) -> None:
     seen = []
 
     def fail(request: HttpRequest) -> HttpResponse:
@@ -197,7 +213,10 @@ def test_data_of_rest_framework(parser: type[BaseParser], serve: Serve, sender: 
 
         @idempotent(scope=everybody)
         def post(self, request: Any) -> Response:
-            name = "".join(map(str, request.data.get("lines", ()))) or request.data["file"].read().decode()
+            name = (
+                "".join(map(str, request.data.get("lines", ())))
+                or request.data["file"].read().decode()
+            )
             return Response({"made": Entry.objects.create(name=name).name}, status=201)
 
     serve(view=under(read, View.as_view()))
@@ -227,6 +246,10 @@ def test_parameters_of_ninja(client: Client, settings: Settings) -> None:
         return Status(201, {"amount": payment.amount})
 
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("", api.urls)]})
-    send = {"data": {"amount": 5}, "content_type": "application/json", "headers": {"Idempotency-Key": "key-1"}}
+    send = {
+        "data": {"amount": 5},
+        "content_type": "application/json",
+        "headers": {"Idempotency-Key": "key-1"},
+    }
     assert [client.post("/pay", **send).json() for _ in range(2)] == [{"amount": 5}] * 2  # type: ignore[arg-type]
     assert Entry.objects.count() == 1

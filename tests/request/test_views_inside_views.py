@@ -1,4 +1,5 @@
-"""A protected view that another protected view calls: with the same key, in its transaction, it is a part of it."""
+"""A protected view that another protected view calls: with the same key, in its transaction, it is
+a part of it."""
 
 import asyncio
 import contextvars
@@ -65,7 +66,13 @@ def calling(*views: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Htt
 
 
 #: The names of the views of ``named`` and of ``calling``.
-INNER, OUTER = f"{__name__}.named.<locals>.work", {plain: f"{__name__}.calling.<locals>.work", phased: "kit.views.phased"}
+INNER, OUTER = (
+    f"{__name__}.named.<locals>.work",
+    {
+        plain: f"{__name__}.calling.<locals>.work",
+        phased: "kit.views.phased",
+    },
+)
 
 
 def refusal(sender: Sender, *expected: str) -> None:
@@ -99,15 +106,24 @@ class Groups(viewsets.ModelViewSet[Group]):
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH"])
-def test_partial_update_of_rest_framework_calls_update(method: str, sender: Sender, settings: Settings) -> None:
+def test_partial_update_of_rest_framework_calls_update(
+    method: str, sender: Sender, settings: Settings
+) -> None:
     router = routers.SimpleRouter()
     router.register("groups", Groups)
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": router.urls})
     group = Group.objects.create(name="before")
-    answers = [sender.send(f"/groups/{group.pk}/", body={"name": "after"}, method=method) for _ in range(2)]
+    answers = [
+        sender.send(f"/groups/{group.pk}/", body={"name": "after"}, method=method) for _ in range(2)
+    ]
     assert [answer.status_code for answer in answers] == [200, 200]
     assert (answers[1].content, answers[1]["Idempotent-Replayed"]) == (answers[0].content, "true")
-    assert sender.send(f"/groups/{group.pk}/", body={"name": ""}, key="key-2", method=method).status_code == 400
+    assert (
+        sender.send(
+            f"/groups/{group.pk}/", body={"name": ""}, key="key-2", method=method
+        ).status_code
+        == 400
+    )
     group.refresh_from_db()
     assert group.name == "after"
 
@@ -117,7 +133,11 @@ def test_called_twice_it_is_one_unit(kind: Kind, serve: Serve, sender: Sender) -
     inner = plain(named("inner"))
     serve(view=kind(calling(inner, inner)))
     first, second = sender.send(), sender.send()
-    assert (first.content, second.content, second["Idempotent-Replayed"]) == (b"outer", b"outer", "true")
+    assert (first.content, second.content, second["Idempotent-Replayed"]) == (
+        b"outer",
+        b"outer",
+        "true",
+    )
     assert (names(), IdempotencyKey.objects.count()) == (["inner", "inner", "outer"], 1)
 
 
@@ -133,7 +153,9 @@ def test_a_failure_after_it_rolls_it_back(kind: Kind, serve: Serve, sender: Send
 
 def new(request: HttpRequest) -> HttpRequest:
     """Return a request that the view makes itself, with the same key."""
-    made = RequestFactory().post("/inner/", headers={"Idempotency-Key": request.idempotency_key.idempotency_key})
+    made = RequestFactory().post(
+        "/inner/", headers={"Idempotency-Key": request.idempotency_key.idempotency_key}
+    )
     made.user = request.user
     return made
 
@@ -143,7 +165,9 @@ COPIES: list[Callable[[HttpRequest], HttpRequest]] = [copy.copy, new]
 
 @pytest.mark.parametrize("copied", COPIES)
 @both_kinds
-def test_a_copied_request_is_a_part_too(kind: Kind, copied: Any, serve: Serve, sender: Sender) -> None:
+def test_a_copied_request_is_a_part_too(
+    kind: Kind, copied: Any, serve: Serve, sender: Sender
+) -> None:
     keys = []
 
     def work(request: HttpRequest) -> HttpResponseBase:
@@ -158,8 +182,14 @@ def test_a_copied_request_is_a_part_too(kind: Kind, copied: Any, serve: Serve, s
 
 
 @pytest.mark.parametrize("scope", [scopes.user, lambda request: f"account {request.user.pk}"])
-def test_functions_that_return_the_same_scope_name_the_same_key(scope: Any, serve: Serve, sender: Sender) -> None:
-    inner = plain(named("inner"), scope=lambda request: scope(request)) if scope is not scopes.user else plain(named("inner"))
+def test_functions_that_return_the_same_scope_name_the_same_key(
+    scope: Any, serve: Serve, sender: Sender
+) -> None:
+    inner = (
+        plain(named("inner"), scope=lambda request: scope(request))
+        if scope is not scopes.user
+        else plain(named("inner"))
+    )
     serve(view=plain(calling(inner), scope=scope))
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
 
@@ -187,7 +217,9 @@ def test_a_job_of_the_inner_view_refers_to_the_key(serve: Serve, sender: Sender)
     assert StagedJob.objects.get().idempotency_key_id == IdempotencyKey.objects.get().pk
 
 
-def test_a_safe_request_inside_is_not_protected_and_keeps_the_key_of_the_outer_one(serve: Serve, sender: Sender) -> None:
+def test_a_safe_request_inside_is_not_protected_and_keeps_the_key_of_the_outer_one(
+    serve: Serve, sender: Sender
+) -> None:
     keys = []
 
     def reading(request: HttpRequest) -> HttpResponse:
@@ -210,7 +242,9 @@ def test_in_the_transaction_of_a_middleware_it_is_a_part_too(serve: Serve, sende
     assert names() == ["inner", "outer"]
 
 
-def test_views_that_are_called_one_after_the_other_are_two_requests(serve: Serve, sender: Sender) -> None:
+def test_views_that_are_called_one_after_the_other_are_two_requests(
+    serve: Serve, sender: Sender
+) -> None:
     """Only the first one runs: they have one key."""
     first, second = plain(named("first")), plain(named("second"))
 
@@ -226,7 +260,8 @@ def test_views_that_are_called_one_after_the_other_are_two_requests(serve: Serve
 def test_the_transaction_of_the_outer_view_stays_open_under_atomic_requests(
     sender: Sender, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both views share their options, and their URLconf is one of which this app does not know beforehand."""
+    """Both views share their options, and their URLconf is one of which this app does not know
+    beforehand."""
     protect = idempotent()
     inner = protect(named("inner"))
 
@@ -241,7 +276,10 @@ def test_the_transaction_of_the_outer_view_stays_open_under_atomic_requests(
 
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
     monkeypatch.setattr(
-        service, "urls_of_the_host", type("Urls", (), {"urlpatterns": [path("view/", Outer.as_view())]}), raising=False
+        service,
+        "urls_of_the_host",
+        type("Urls", (), {"urlpatterns": [path("view/", Outer.as_view())]}),
+        raising=False,
     )
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": []})
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{service.__name__}.by_host"]
@@ -311,8 +349,11 @@ def in_a_pool(view: View, *, with_context: bool) -> Callable[[HttpRequest], Http
 @pytest.mark.parametrize("with_context", [True, False])
 @both_kinds
 @pytest.mark.postgres
-def test_in_another_thread_it_is_refused(kind: Kind, with_context: bool, serve: Serve, sender: Sender) -> None:
-    """Its work would be committed by another transaction: three failed attempts would leave three rows."""
+def test_in_another_thread_it_is_refused(
+    kind: Kind, with_context: bool, serve: Serve, sender: Sender
+) -> None:
+    """Its work would be committed by another transaction: three failed attempts would leave three
+    rows."""
     inner = plain(named("inner"))
     serve(view=kind(calling(in_a_pool(inner, with_context=with_context))))
     refusal(sender, INNER, OUTER[kind])
@@ -367,14 +408,18 @@ def test_without_a_key_it_is_a_request_without_one(serve: Serve, sender: Sender)
     assert (statuses, names()) == ([400], ["inner", "outer"])
 
 
-def test_to_which_the_protection_does_not_apply_is_not_protected(serve: Serve, sender: Sender) -> None:
+def test_to_which_the_protection_does_not_apply_is_not_protected(
+    serve: Serve, sender: Sender
+) -> None:
     inner = plain(named("inner"), applies=lambda request: False)
     serve(view=plain(lambda request: (inner(request), named("outer")(request))[1]))
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert names() == ["inner", "outer"]
 
 
-def test_with_another_key_between_two_phases_it_is_a_request_of_its_own(serve: Serve, sender: Sender) -> None:
+def test_with_another_key_between_two_phases_it_is_a_request_of_its_own(
+    serve: Serve, sender: Sender
+) -> None:
     inner = plain(named("inner"), key_from=lambda request: "key-2")
     fails = [True, False]
 
@@ -416,7 +461,9 @@ DIFFERENCES: dict[str, Any] = {
 @pytest.mark.parametrize("option", DIFFERENCES)
 @both_kinds
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_an_option_of_the_key_that_differs_is_refused(kind: Kind, option: str, serve: Serve, sender: Sender) -> None:
+def test_an_option_of_the_key_that_differs_is_refused(
+    kind: Kind, option: str, serve: Serve, sender: Sender
+) -> None:
     inner = plain(named("inner"), **{option: DIFFERENCES[option]})
     serve(view=kind(calling(inner)))
     refusal(sender, f"{option}=", INNER, OUTER[kind])
@@ -427,7 +474,9 @@ def test_an_option_of_the_key_that_differs_is_refused(kind: Kind, option: str, s
 def test_an_isolation_that_differs_is_refused(kind: Kind, serve: Serve, sender: Sender) -> None:
     serve(
         view=kind(calling(plain(named("inner"), isolation="serializable"))),
-        same=kind(calling(plain(named("inner"), isolation="serializable")), isolation="serializable"),
+        same=kind(
+            calling(plain(named("inner"), isolation="serializable")), isolation="serializable"
+        ),
     )
     refusal(sender, "isolation", INNER, OUTER[kind])
     assert sender.send("/same/", key="key-2").status_code == 201
@@ -435,7 +484,9 @@ def test_an_isolation_that_differs_is_refused(kind: Kind, serve: Serve, sender: 
 
 @pytest.mark.postgres
 @both_kinds
-def test_the_level_of_the_connection_may_be_named_or_not(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_the_level_of_the_connection_may_be_named_or_not(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     serve(view=kind(calling(plain(named("inner"), isolation="read committed"))))
     assert sender.send().status_code == 201
 
@@ -450,7 +501,8 @@ def test_a_phased_view_inside_is_refused(kind: Kind, serve: Serve, sender: Sende
 
 
 class Interrupted:
-    """A phased view whose second phase fails in the run of its client. It calls ``inner`` in a phase or between the phases."""
+    """A phased view whose second phase fails in the run of its client. It calls ``inner`` in a
+    phase or between the phases."""
 
     def __init__(self, inner: Any, *, in_a_phase: bool = True) -> None:
         self.inner, self.in_a_phase, self.broken = inner, in_a_phase, True
@@ -483,7 +535,9 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("copied", [lambda request: request, *COPIES])
-def test_in_a_run_of_the_completer_it_is_a_part_too(copied: Any, serve: Serve, sender: Sender) -> None:
+def test_in_a_run_of_the_completer_it_is_a_part_too(
+    copied: Any, serve: Serve, sender: Sender
+) -> None:
     inner = plain(named("inner"))
     key = Interrupted(lambda request: inner(copied(request))).completed(serve, sender)
     assert (key.response_code, names()) == (201, ["inner"])
@@ -499,7 +553,9 @@ def test_in_a_run_of_the_completer_it_is_a_part_too(copied: Any, serve: Serve, s
     ],
     ids=["phased", "no phase", "retention_hours", "scope"],
 )
-def test_in_a_run_of_the_completer_it_is_refused_too(inner: Any, in_a_phase: bool, serve: Serve, sender: Sender) -> None:
+def test_in_a_run_of_the_completer_it_is_refused_too(
+    inner: Any, in_a_phase: bool, serve: Serve, sender: Sender
+) -> None:
     key = Interrupted(inner, in_a_phase=in_a_phase).completed(serve, sender)
     assert (key.finished_at, key.recovery_point, names()) == (None, "begun", [])
     assert f"{__name__}.Interrupted.run" in key.last_error

@@ -1,4 +1,5 @@
-"""The completer runs a request as its sender, not as somebody else, and only while the sender may make it."""
+"""The completer runs a request as its sender, not as somebody else, and only while the sender may
+make it."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 class Bank:
-    """A phased view that charges the sender, and returns 503 while ``down``. ``moved`` adds a committed phase before."""
+    """A phased view that charges the sender, and returns 503 while ``down``. ``moved`` adds a
+    committed phase before."""
 
     def __init__(self, who: Callable[[Any], Any], *, moved: bool = False) -> None:
         self.who, self.moved, self.down = who, moved, True
@@ -83,7 +85,12 @@ def behind_token(view: Any) -> Any:
     return authenticated
 
 
-def api_view_of(bank: Bank, authentication: type[BaseAuthentication], permissions: tuple[Any, ...] = (), **options: Any) -> Any:
+def api_view_of(
+    bank: Bank,
+    authentication: type[BaseAuthentication],
+    permissions: tuple[Any, ...] = (),
+    **options: Any,
+) -> Any:
     class Pay(APIView):
         authentication_classes = [authentication]
         permission_classes = list(permissions)
@@ -125,7 +132,11 @@ def another_matter(request: HttpRequest, key: IdempotencyKey) -> None:
 
 
 @pytest.mark.parametrize("prepare", [None, another_matter], ids=["nothing", "another matter"])
-@pytest.mark.parametrize("scope", [scopes.attribute("user.pk"), lambda request: "everybody"], ids=["of the account", "one"])
+@pytest.mark.parametrize(
+    "scope",
+    [scopes.attribute("user.pk"), lambda request: "everybody"],
+    ids=["of the account", "one"],
+)
 def test_an_account_of_a_framework_is_not_replaced_by_an_anonymous_user(
     prepare: Any, scope: Any, serve: Any, sender: Sender, settings: Settings
 ) -> None:
@@ -147,7 +158,9 @@ def test_an_account_that_a_middleware_names_is_not_left_out(serve: Any, sender: 
 
 
 @pytest.mark.parametrize("settled", [account_of_key, account_on_request])
-def test_prepare_request_says_who_asked(settled: Any, serve: Any, sender: Sender, settings: Settings) -> None:
+def test_prepare_request_says_who_asked(
+    settled: Any, serve: Any, sender: Sender, settings: Settings
+) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": settled}
     if settled is account_of_key:  # The framework uses the user of the request.
         bank = Bank(lambda request: request.user.pk)
@@ -172,7 +185,9 @@ def test_prepare_request_says_who_asked(settled: Any, serve: Any, sender: Sender
     ],
     ids=["default", "session", "one for all", "of what is kept", "said to be nobody"],
 )
-def test_an_anonymous_visitor_is_completed(scope: Any, prepare: Any, serve: Any, sender: Sender, settings: Settings) -> None:
+def test_an_anonymous_visitor_is_completed(
+    scope: Any, prepare: Any, serve: Any, sender: Sender, settings: Settings
+) -> None:
     bank = Bank(lambda request: request.user.is_authenticated)
     serve(view=bank.protected(scope=scope))
     sender.client.logout()
@@ -199,12 +214,16 @@ def by_permission_class(bank: Bank) -> Any:
 
 
 def by_decorator(bank: Bank) -> Any:
-    return permission_required("idempotency.view_idempotencykey", raise_exception=True)(bank.protected())
+    return permission_required("idempotency.view_idempotencykey", raise_exception=True)(
+        bank.protected()
+    )
 
 
 @pytest.mark.parametrize("checked", [by_permission_class, by_decorator])
 @pytest.mark.parametrize("moved", [False, True])
-def test_whose_rights_were_revoked_is_not_charged(checked: Any, moved: bool, serve: Any, sender: Sender) -> None:
+def test_whose_rights_were_revoked_is_not_charged(
+    checked: Any, moved: bool, serve: Any, sender: Sender
+) -> None:
     rights = {"is_staff": True, "is_superuser": True}
     type(sender.user).objects.filter(pk=sender.user.pk).update(**rights)
     bank = Bank(lambda request: request.user.pk, moved=moved)
@@ -217,7 +236,9 @@ def test_whose_rights_were_revoked_is_not_charged(checked: Any, moved: bool, ser
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_sender_who_was_deactivated_is_not_charged(moved: bool, serve: Any, sender: Sender) -> None:
+def test_a_sender_who_was_deactivated_is_not_charged(
+    moved: bool, serve: Any, sender: Sender
+) -> None:
     """The view itself would not refuse the request: it accepts every signed-in user."""
     bank = Bank(lambda request: request.user.pk, moved=moved)
     serve(view=bank.protected())
@@ -239,7 +260,8 @@ def test_a_refusal_of_the_view_itself_is_not_one_of_its_sender(serve: Any, sende
 
 
 def refusing(pay: Any) -> Any:
-    """Return a view that returns 403 in the completer, after all checks before the view have passed."""
+    """Return a view that returns 403 in the completer, after all checks before the view have
+    passed."""
 
     def view(request: Any) -> HttpResponseBase:
         return HttpResponse(status=403) if rebuilt_run_of(request) is not None else pay(request)

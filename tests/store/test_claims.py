@@ -31,7 +31,8 @@ from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-#: A request that can only continue a key for which something was begun. Its claim is two statements.
+#: A request that can only continue a key for which something was begun. Its claim is two
+#: statements.
 UNSTORABLE = replace(request(), unstorable=ValueError("The request cannot be stored."))
 
 
@@ -39,17 +40,39 @@ def test_a_claim_writes_down_all_of_the_request() -> None:
     key = claim(request("a key", scope="user:7", fingerprint="v1:it")).key
     row = IdempotencyKey.objects.get()
     assert (row.scope, row.idempotency_key, row.request_fingerprint) == ("user:7", "a key", "v1:it")
-    assert (row.request_method, row.request_path, bytes(row.request_body)) == ("POST", "/rides", b"{}")
-    assert (row.request_content_type, row.request_headers, row.remote_addr) == ("application/json", {}, "127.0.0.1")
+    assert (row.request_method, row.request_path, bytes(row.request_body)) == (
+        "POST",
+        "/rides",
+        b"{}",
+    )
+    assert (row.request_content_type, row.request_headers, row.remote_addr) == (
+        "application/json",
+        {},
+        "127.0.0.1",
+    )
     assert (row.claim_token, row.seed, row.attempts) == (key.fence, key.seed, 1)
     assert [(event["event"], event["detail"]) for event in row.history] == [("claimed", "client")]
 
 
 def test_what_a_claim_returns_is_what_the_row_says() -> None:
     held, row = claim().key, IdempotencyKey.objects.get()
-    for name in ("scope", "idempotency_key", "request_method", "request_path", "request_fingerprint", "claim_token"):
+    for name in (
+        "scope",
+        "idempotency_key",
+        "request_method",
+        "request_path",
+        "request_fingerprint",
+        "claim_token",
+    ):
         assert getattr(held, name) == getattr(row, name)
-    for name in ("stuck_at", "stuck_code", "stuck_reason", "response_code", "response_headers", "response_body"):
+    for name in (
+        "stuck_at",
+        "stuck_code",
+        "stuck_reason",
+        "response_code",
+        "response_headers",
+        "response_body",
+    ):
         assert getattr(held, name) == getattr(row, name)
     assert held.finished_at is None
 
@@ -63,7 +86,8 @@ def test_the_age_of_a_key_goes_by_its_creation() -> None:
 
 @pytest.mark.postgres
 def test_the_age_of_a_key_includes_the_wait_of_its_claim_for_a_lock() -> None:
-    """Otherwise a downstream key would seem valid for longer than the downstream service stores it."""
+    """Otherwise a downstream key would seem valid for longer than the downstream service stores
+    it."""
     first = claim().key
     created = time.monotonic()
     fence.release(first, "error", using="default")
@@ -76,8 +100,12 @@ def test_the_age_of_a_key_includes_the_wait_of_its_claim_for_a_lock() -> None:
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("take", [lambda key: claim(), claim_as_completer], ids=["client", "completer"])
-def test_a_lock_that_is_renewed_while_a_claim_waits_for_it_has_not_expired(take: Callable[[IdempotencyKey], Any]) -> None:
+@pytest.mark.parametrize(
+    "take", [lambda key: claim(), claim_as_completer], ids=["client", "completer"]
+)
+def test_a_lock_that_is_renewed_while_a_claim_waits_for_it_has_not_expired(
+    take: Callable[[IdempotencyKey], Any],
+) -> None:
     key = claim().key
     expire_lock()
     with held_transaction(lambda: fence.renew(key, using="default")):
@@ -90,9 +118,13 @@ def test_a_lock_that_is_renewed_while_a_claim_waits_for_it_has_not_expired(take:
 
 def test_a_takeover_by_a_client_renews_lock_and_time_of_the_run() -> None:
     claim()
-    IdempotencyKey.objects.update(locked_until=lock_end(91), last_run_at=Now() - timedelta(seconds=91))
+    IdempotencyKey.objects.update(
+        locked_until=lock_end(91), last_run_at=Now() - timedelta(seconds=91)
+    )
     claim()
-    age = IdempotencyKey.objects.filter(locked_until__gt=lock_end(30), last_run_at__gt=Now() - timedelta(seconds=30))
+    age = IdempotencyKey.objects.filter(
+        locked_until__gt=lock_end(30), last_run_at__gt=Now() - timedelta(seconds=30)
+    )
     assert age.exists()
 
 
@@ -102,7 +134,8 @@ def test_a_key_is_locked_to_the_last_moment() -> None:
     def claimed_too_early() -> Claim | None:
         expire_lock(89.2)
         found = claim()
-        return None if found.outcome is Outcome.CLAIMED else found  # the machine was too slow: try again
+        # the machine was too slow: try again
+        return None if found.outcome is Outcome.CLAIMED else found
 
     found = eventually(claimed_too_early)
     assert found.key is not None
@@ -143,7 +176,11 @@ def test_a_claim_of_what_a_deploy_left_takes_the_mark_off() -> None:
 @pytest.mark.parametrize("look", [claim, claim_plain])
 def test_a_key_is_compared_by_the_way_in_which_its_fingerprint_was_made(look: Any) -> None:
     finish(claim(request(fingerprint="v1:old")).key)
-    for made, outcome in (("v1:old", Outcome.FINISHED), ("v1:other", Outcome.MISMATCH), (None, Outcome.IN_PROGRESS)):
+    for made, outcome in (
+        ("v1:old", Outcome.FINISHED),
+        ("v1:other", Outcome.MISMATCH),
+        (None, Outcome.IN_PROGRESS),
+    ):
         described = replace(request(fingerprint="v2:new"), made_alike={"v1:old": made}.__getitem__)
         assert look(described).outcome is outcome
 
@@ -198,12 +235,15 @@ def test_the_retention_is_that_of_the_view_when_the_work_begins(begun: bool, kep
 
 
 def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
-    """Between the read and the move, another run may have moved it, or a longer retention may have been set."""
+    """Between the read and the move, another run may have moved it, or a longer retention may have
+    been set."""
     key = claim().key
     finish(key)
 
     def retired(scope: str) -> int:
-        return rows.execute(rows.statements_for("default").retire, Hidden({"id": key.pk, "scope": scope}), "default")
+        return rows.execute(
+            rows.statements_for("default").retire, Hidden({"id": key.pk, "scope": scope}), "default"
+        )
 
     assert retired(key.scope) == 0
     past_the_retention()
@@ -212,7 +252,8 @@ def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
 
 @contextmanager
 def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["Future[Any]"]:
-    """Call ``first`` in a transaction that commits when ``second``, in another session, waits; yield ``second``'s future."""
+    """Call ``first`` in a transaction that commits when ``second``, in another session, waits;
+    yield ``second``'s future."""
     gate = Gate()
 
     def work() -> None:
@@ -237,7 +278,9 @@ def plainly_at_once() -> Claim:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("look", [claim, plainly_at_once])
-def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(look: Callable[[], Claim]) -> None:
+def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(
+    look: Callable[[], Claim],
+) -> None:
     described = request()
 
     def insert() -> None:
@@ -254,12 +297,15 @@ def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(look: Cal
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("look", [claim_as_completer, lambda key: claim(), lambda key: claim(UNSTORABLE)])
+@pytest.mark.parametrize(
+    "look", [claim_as_completer, lambda key: claim(), lambda key: claim(UNSTORABLE)]
+)
 @pytest.mark.parametrize("in_transaction", [False, True], ids=["autocommit", "transaction"])
 def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
     look: Callable[[IdempotencyKey], Any], in_transaction: bool
 ) -> None:
-    """In a transaction the claim raises the error, because no other statement could follow there."""
+    """In a transaction the claim raises the error, because no other statement could follow
+    there."""
     key = claim().key
     IdempotencyKey.objects.update(begun=True)
     expire_lock()
@@ -272,7 +318,9 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
                 look(key)
             return None
 
-    with meanwhile(lambda: IdempotencyKey.objects.update(locked_until=lock_end()), take_over) as other:
+    with meanwhile(
+        lambda: IdempotencyKey.objects.update(locked_until=lock_end()), take_over
+    ) as other:
         found = other.result(60)
     if look is claim_as_completer or in_transaction:
         assert found is None
@@ -284,9 +332,12 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
 def rows_that_vanish(transactional_db: None) -> Iterator[None]:
     """Let each inserted row of a key vanish, as if concurrent runs were always faster."""
     with connection.cursor() as cursor:
-        cursor.execute("CREATE FUNCTION vanish() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
         cursor.execute(
-            f"CREATE TRIGGER vanish BEFORE INSERT ON {IdempotencyKey._meta.db_table} FOR EACH ROW EXECUTE FUNCTION vanish()"
+            "CREATE FUNCTION vanish() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
+        )
+        cursor.execute(
+            f"CREATE TRIGGER vanish BEFORE INSERT ON {IdempotencyKey._meta.db_table} FOR EACH ROW"
+            " EXECUTE FUNCTION vanish()"
         )
     yield
     with connection.cursor() as cursor:
@@ -309,7 +360,10 @@ def test_the_completer_claims_what_nobody_holds_and_not_before_its_delay() -> No
     assert taken is not None
     assert (taken.attempts, taken.completer_attempts) == (2, 1)
     assert taken.fence not in (None, key.fence)
-    assert [(event["event"], event["detail"]) for event in taken.history][-1] == ("claimed", "completer")
+    assert [(event["event"], event["detail"]) for event in taken.history][-1] == (
+        "claimed",
+        "completer",
+    )
     assert IdempotencyKey.objects.filter(locked_until__gt=lock_end(30)).exists()
     expire_lock()
     assert claim_as_completer(key) is None
@@ -325,7 +379,9 @@ def test_the_completer_waits_for_the_end_of_its_delay_unless_it_is_told_not_to()
 
 
 def events() -> list[str]:
-    return [f"{event['event']}: {event['detail']}" for event in IdempotencyKey.objects.get().history]
+    return [
+        f"{event['event']}: {event['detail']}" for event in IdempotencyKey.objects.get().history
+    ]
 
 
 CLAIMANTS: dict[str, Callable[[IdempotencyKey], Any]] = {
@@ -375,7 +431,10 @@ def test_a_run_whose_key_was_released_is_not_lost(who: str, how: str) -> None:
 @pytest.mark.parametrize("length", [HISTORY_LIMIT - 2, HISTORY_LIMIT - 1, HISTORY_LIMIT])
 def test_a_lost_run_does_not_make_the_history_too_long(who: str, length: int) -> None:
     key = claim().key
-    old = [{"at": "2026-01-01T00:00:00Z", "event": "error", "detail": str(number)} for number in range(length)]
+    old = [
+        {"at": "2026-01-01T00:00:00Z", "event": "error", "detail": str(number)}
+        for number in range(length)
+    ]
     IdempotencyKey.objects.update(history=old)
     expire_lock()
 
@@ -450,10 +509,15 @@ def test_while_a_plain_view_runs_over_an_expired_key_the_next_is_refused_at_once
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("look", [claim, claim_plain])
-def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_request(look: Any) -> None:
+def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_request(
+    look: Any,
+) -> None:
     with transaction.atomic():
         assert claim_plain().outcome is Outcome.CLAIMED
-        for described, outcome in ((request(), Outcome.IN_PROGRESS), (request(fingerprint="v1:two"), Outcome.MISMATCH)):
+        for described, outcome in (
+            (request(), Outcome.IN_PROGRESS),
+            (request(fingerprint="v1:two"), Outcome.MISMATCH),
+        ):
             with background(lambda described=described: look(described)) as other:
                 refused = other.result(60)
             assert (refused.outcome, refused.lock_seconds) == (outcome, 1)
@@ -464,8 +528,11 @@ def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_r
 @pytest.mark.postgres
 @pytest.mark.parametrize("look", [claim, claim_plain])
 @pytest.mark.parametrize("fingerprint", ["v1:one", "v1:two"])
-def test_keys_of_two_scopes_that_agree_in_32_bits_are_not_in_each_others_way(look: Any, fingerprint: str) -> None:
-    """An attacker finds such a pair of keys in a second, because the mark of a key is half of its lock number."""
+def test_keys_of_two_scopes_that_agree_in_32_bits_are_not_in_each_others_way(
+    look: Any, fingerprint: str
+) -> None:
+    """An attacker finds such a pair of keys in a second, because the mark of a key is half of its
+    lock number."""
     theirs = request("order-76053", scope="user:1")
     mine = request("order-15215", scope="user:2", fingerprint=fingerprint)
     assert locks(theirs)["mark_key"] == locks(mine)["mark_key"]
@@ -484,13 +551,22 @@ def test_locks_are_numbers_of_the_width_that_postgresql_takes() -> None:
         assert name == "mark_request" or len(set(values)) == 64
     marks = {locks(request(fingerprint=str(number)))["mark_request"] for number in range(64)}
     assert len(marks) == 64
-    assert len({numbers["mark_request"] for numbers in wide}) == 64, "equal requests under different keys share neither half"
-    for values, bits in (({one["lock"] for one in wide}, 63), ({one["mark_key"] for one in wide}, 31), (marks, 31)):
-        assert max(map(abs, values)) > 2 ** (bits - 1), "all of the width is used, so that locks of different keys seldom meet"
+    assert len({numbers["mark_request"] for numbers in wide}) == 64, (
+        "equal requests under different keys share neither half"
+    )
+    for values, bits in (
+        ({one["lock"] for one in wide}, 63),
+        ({one["mark_key"] for one in wide}, 31),
+        (marks, 31),
+    ):
+        assert max(map(abs, values)) > 2 ** (bits - 1), (
+            "all of the width is used, so that locks of different keys seldom meet"
+        )
 
 
 def table_id() -> int:
-    """Return the identity of the table of keys, which is part of the number of each advisory lock."""
+    """Return the identity of the table of keys, which is part of the number of each advisory
+    lock."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT %s::regclass::oid::bigint", [IdempotencyKey._meta.db_table])
         return int(cursor.fetchone()[0])
@@ -501,7 +577,11 @@ def test_who_holds_the_lock_of_a_key_is_another_session_with_this_very_lock() ->
     table = table_id()
 
     def held(lock: int) -> Any:
-        return rows.fetch(HOLDER, Hidden({"lock": lock ^ table, "mark_key": 1 ^ table, "mark_request": 1}), "default")
+        return rows.fetch(
+            HOLDER,
+            Hidden({"lock": lock ^ table, "mark_key": 1 ^ table, "mark_request": 1}),
+            "default",
+        )
 
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(5)")
@@ -523,7 +603,9 @@ def test_who_holds_the_lock_of_a_key_is_another_session_with_this_very_lock() ->
 
 
 @pytest.mark.postgres
-def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_way(rows_that_vanish: None) -> None:
+def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_way(
+    rows_that_vanish: None,
+) -> None:
     number = locks(request())["lock"] ^ table_id()
     with connection._nodb_cursor() as elsewhere, statements() as seen:
         elsewhere.execute("SELECT pg_advisory_lock(%s)", [number])
@@ -533,14 +615,23 @@ def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_
 
 @pytest.mark.postgres
 @pytest.mark.parametrize(
-    ("look", "begun"), [(claim_as_completer, True), (lambda key: claim(), False), (lambda key: claim(UNSTORABLE), True)]
+    ("look", "begun"),
+    [
+        (claim_as_completer, True),
+        (lambda key: claim(), False),
+        (lambda key: claim(UNSTORABLE), True),
+    ],
 )
-def test_a_claim_whose_result_is_lost_is_released(look: Callable[[Any], Any], begun: bool, short_folder: Path) -> None:
+def test_a_claim_whose_result_is_lost_is_released(
+    look: Callable[[Any], Any], begun: bool, short_folder: Path
+) -> None:
     """Otherwise the key is locked until the lock expires, although no run holds it."""
     key = None
     if begun:
         key = claim().key
-        IdempotencyKey.objects.update(begun=True, locked_until=None, created_at=ago(hours=1), last_run_at=ago(hours=1))
+        IdempotencyKey.objects.update(
+            begun=True, locked_until=None, created_at=ago(hours=1), last_run_at=ago(hours=1)
+        )
     with cutting_proxy(short_folder) as proxy:
         proxy.cut = Cut(word=b"claim_token", reply_bytes=0)
         with pytest.raises(OperationalError):
@@ -550,8 +641,12 @@ def test_a_claim_whose_result_is_lost_is_released(look: Callable[[Any], Any], be
 
 
 @pytest.mark.postgres
-def test_a_claim_that_was_not_sent_or_was_refused_has_nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "release_later", lambda key, error, using: pytest.fail("It tries to release."))
+def test_a_claim_that_was_not_sent_or_was_refused_has_nothing_to_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        claims, "release_later", lambda key, error, using: pytest.fail("It tries to release.")
+    )
     with pytest.raises(DataError):
         claim(replace(request(), request_method="M" * 30))
     connection.close()

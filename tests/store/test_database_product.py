@@ -1,6 +1,8 @@
-"""Engines that use PostgreSQL's protocol but are not PostgreSQL are refused, because they break guarantees.
+"""Engines that use PostgreSQL's protocol but are not PostgreSQL are refused, because they break
+guarantees.
 
-A schema before ``pg_catalog`` in the search path simulates another engine: its ``version()`` and its tables are found first.
+A schema before ``pg_catalog`` in the search path simulates another engine: its ``version()`` and
+its tables are found first.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +13,14 @@ from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
-from django.db import DatabaseError, IntegrityError, InternalError, OperationalError, connection, transaction
+from django.db import (
+    DatabaseError,
+    IntegrityError,
+    InternalError,
+    OperationalError,
+    connection,
+    transaction,
+)
 from pytest_django import Settings
 
 from idempotency._engine import database_product
@@ -30,26 +39,56 @@ from tests.kit.views import create, plain
 from tests.models import Entry
 
 SUPPORTED = {
-    "Debian": "PostgreSQL 15.18 (Debian 15.18-0+deb12u1) on x86_64-pc-linux-gnu, compiled by gcc (Debian 12.2.0-14+deb12u1) "
-    "12.2.0, 64-bit",
-    "Alpine": "PostgreSQL 18.0 on aarch64-unknown-linux-musl, compiled by gcc (Alpine 14.2.0) 14.2.0, 64-bit",
+    "Debian": (
+        "PostgreSQL 15.18 (Debian 15.18-0+deb12u1) on x86_64-pc-linux-gnu, compiled by gcc (Debian"
+        " 12.2.0-14+deb12u1) 12.2.0, 64-bit"
+    ),
+    "Alpine": (
+        "PostgreSQL 18.0 on aarch64-unknown-linux-musl, compiled by gcc (Alpine 14.2.0) 14.2.0,"
+        " 64-bit"
+    ),
     "beta": "PostgreSQL 19beta1 on x86_64-pc-linux-gnu, compiled by gcc (GCC) 15.1.0, 64-bit",
     "Windows": "PostgreSQL 16.4, compiled by Visual C++ build 1940, 64-bit",
     "Windows, since 17": "PostgreSQL 17.2 on x86_64-windows, compiled by msvc-19.42.34435, 64-bit",
-    "Aurora PostgreSQL": "PostgreSQL 15.4 on x86_64-pc-linux-gnu, compiled by x86_64-pc-linux-gnu-gcc (GCC) 9.5.0, 64-bit",
-    "AlloyDB": "PostgreSQL 14.4 on x86_64-pc-linux-gnu, compiled by Debian clang version 12.0.1, 64-bit",
-    "EDB": "PostgreSQL 16.2 (EnterpriseDB Advanced Server 16.2.0) on x86_64-pc-linux-gnu, compiled by gcc (GCC) 8.5.0, 64-bit",
+    "Aurora PostgreSQL": (
+        "PostgreSQL 15.4 on x86_64-pc-linux-gnu, compiled by x86_64-pc-linux-gnu-gcc (GCC) 9.5.0,"
+        " 64-bit"
+    ),
+    "AlloyDB": (
+        "PostgreSQL 14.4 on x86_64-pc-linux-gnu, compiled by Debian clang version 12.0.1, 64-bit"
+    ),
+    "EDB": (
+        "PostgreSQL 16.2 (EnterpriseDB Advanced Server 16.2.0) on x86_64-pc-linux-gnu, compiled by"
+        " gcc (GCC) 8.5.0, 64-bit"
+    ),
 }
 REFUSED = {
-    "CockroachDB": "CockroachDB CCL v25.4.5 (x86_64-pc-linux-gnu, built 2026/01/20 08:53:43, go1.23.7)",
-    "YugabyteDB": "PostgreSQL 15.12-YB-2.25.2.0-b0 on x86_64-pc-linux-gnu, compiled by clang version 19.1.0 (...), 64-bit",
-    "Amazon Redshift": "PostgreSQL 8.0.2 on i686-pc-linux-gnu, compiled by GCC gcc (GCC) 3.4.2 20041017, Redshift 1.0.12103",
-    "Greenplum": "PostgreSQL 12.12 (Greenplum Database 7.1.0 build commit:e7c2b1f) on x86_64-pc-linux-gnu, compiled by gcc",
+    "CockroachDB": (
+        "CockroachDB CCL v25.4.5 (x86_64-pc-linux-gnu, built 2026/01/20 08:53:43, go1.23.7)"
+    ),
+    "YugabyteDB": (
+        "PostgreSQL 15.12-YB-2.25.2.0-b0 on x86_64-pc-linux-gnu, compiled by clang version 19.1.0"
+        " (...), 64-bit"
+    ),
+    "Amazon Redshift": (
+        "PostgreSQL 8.0.2 on i686-pc-linux-gnu, compiled by GCC gcc (GCC) 3.4.2 20041017, Redshift"
+        " 1.0.12103"
+    ),
+    "Greenplum": (
+        "PostgreSQL 12.12 (Greenplum Database 7.1.0 build commit:e7c2b1f) on x86_64-pc-linux-gnu,"
+        " compiled by gcc"
+    ),
     "Materialize": "PostgreSQL 9.5 on x86_64-unknown-linux-gnu (Materialize v0.130.1)",
     "RisingWave": "PostgreSQL 13.14.0-RisingWave-2.1.0 (c1d9fb6)",
     "QuestDB": "PostgreSQL 12.3, compiled by Visual C++ build 1914, 64-bit, QuestDB",
-    "openGauss": "(openGauss 6.0.0 build aee4abd5) compiled at 2024-09-29 on x86_64-unknown-linux-gnu, compiled by g++",
-    "CrateDB": "CrateDB 5.9.2 (built 6b1a1b5/2024-11-05T09:44:27Z, Linux 5.15 amd64, OpenJDK 64-Bit Server VM 22)",
+    "openGauss": (
+        "(openGauss 6.0.0 build aee4abd5) compiled at 2024-09-29 on x86_64-unknown-linux-gnu,"
+        " compiled by g++"
+    ),
+    "CrateDB": (
+        "CrateDB 5.9.2 (built 6b1a1b5/2024-11-05T09:44:27Z, Linux 5.15 amd64, OpenJDK 64-Bit Server"
+        " VM 22)"
+    ),
     "emulator of 16": "PostgreSQL 16",
     "emulator of 14.1": "PostgreSQL 14.1",
 }
@@ -85,7 +124,10 @@ def another_engine(*definitions: str) -> Iterator[None]:
 
 
 def version_is(text: str) -> str:
-    return f"CREATE FUNCTION another_engine.version() RETURNS text LANGUAGE sql AS $$ SELECT '{text}' $$"
+    return (
+        "CREATE FUNCTION another_engine.version() RETURNS text LANGUAGE sql AS $$ SELECT"
+        f" '{text}' $$"
+    )
 
 
 CITUS = "CREATE TABLE another_engine.pg_extension AS SELECT 'citus'::text AS extname"
@@ -97,12 +139,18 @@ def citus_with(method: str, replication: str) -> tuple[str, ...]:
     table = IdempotencyKey._meta.db_table
     return (
         CITUS,
-        f"CREATE TABLE another_engine.pg_dist_partition AS SELECT 'public.{table}'::regclass::oid AS logicalrelid, "
-        f"'{method}'::\"char\" AS partmethod, '{replication}'::\"char\" AS repmodel",
+        (
+            "CREATE TABLE another_engine.pg_dist_partition AS SELECT"
+            f" 'public.{table}'::regclass::oid AS logicalrelid, '{method}'::\"char\" AS partmethod,"
+            f" '{replication}'::\"char\" AS repmodel"
+        ),
     )
 
 
-USES: dict[str, Callable[[], object]] = {"claim": claim, "inbox": lambda: process_once("stripe", "evt_1").__enter__()}
+USES: dict[str, Callable[[], object]] = {
+    "claim": claim,
+    "inbox": lambda: process_once("stripe", "evt_1").__enter__(),
+}
 on_postgresql = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
 
@@ -115,12 +163,16 @@ class TestOnPostgresql:
     def test_the_first_use_refuses_another_engine_and_writes_nothing(self, use: str) -> None:
         with another_engine(COCKROACHDB):
             for _ in range(2):
-                with pytest.raises(ImproperlyConfigured, match=r"'default'.* but 'CockroachDB .*idempotency\.E013"):
+                with pytest.raises(
+                    ImproperlyConfigured, match=r"'default'.* but 'CockroachDB .*idempotency\.E013"
+                ):
                     USES[use]()
         assert not IdempotencyKey.objects.exists()
         assert not ProcessedMessage.objects.exists()
 
-    def test_a_plain_request_is_refused_and_its_view_does_not_run(self, serve: Callable[..., None], sender: Sender) -> None:
+    def test_a_plain_request_is_refused_and_its_view_does_not_run(
+        self, serve: Callable[..., None], sender: Sender
+    ) -> None:
         serve(view=plain(create))
         with another_engine(COCKROACHDB):
             assert sender.send().status_code == 500
@@ -129,7 +181,10 @@ class TestOnPostgresql:
 
     def test_an_engine_without_a_table_of_extensions_is_refused(self) -> None:
         hidden = "CREATE VIEW another_engine.pg_extension AS SELECT 1 AS nothing"
-        with another_engine(hidden), pytest.raises(ImproperlyConfigured, match="no table of extensions"):
+        with (
+            another_engine(hidden),
+            pytest.raises(ImproperlyConfigured, match="no table of extensions"),
+        ):
             claim()
 
     def test_a_project_that_silences_the_check_takes_the_risk(self, settings: Settings) -> None:
@@ -139,17 +194,28 @@ class TestOnPostgresql:
 
     def test_check_and_migrate_report_it(self) -> None:
         with another_engine(COCKROACHDB):
-            assert [message.id for message in run_checks(databases=["default"])] == [database_product.CHECK_ID]
+            assert [message.id for message in run_checks(databases=["default"])] == [
+                database_product.CHECK_ID
+            ]
             with pytest.raises(SystemCheckError, match="CockroachDB"):
                 call_command("migrate", verbosity=0, skip_checks=False)
-            assert database_product.CHECK_ID not in [message.id for message in run_checks(databases=[])]
-        assert database_product.CHECK_ID not in [message.id for message in run_checks(databases=["default"])]
+            assert database_product.CHECK_ID not in [
+                message.id for message in run_checks(databases=[])
+            ]
+        assert database_product.CHECK_ID not in [
+            message.id for message in run_checks(databases=["default"])
+        ]
 
     @pytest.mark.parametrize(("method", "replication"), [("h", "s"), ("a", "c"), ("n", "t")])
-    def test_citus_with_rows_on_several_nodes_is_refused(self, method: str, replication: str) -> None:
+    def test_citus_with_rows_on_several_nodes_is_refused(
+        self, method: str, replication: str
+    ) -> None:
         with (
             another_engine(*citus_with(method, replication)),
-            pytest.raises(ImproperlyConfigured, match=r"is Citus, and public\.idempotency_idempotencykey .* schema for each"),
+            pytest.raises(
+                ImproperlyConfigured,
+                match=r"is Citus, and public\.idempotency_idempotencykey .* schema for each",
+            ),
         ):
             claim()
 
@@ -170,7 +236,10 @@ class TestOnPostgresql:
 
     def test_a_broken_transaction_is_not_asked(self) -> None:
         with another_engine(COCKROACHDB), transaction.atomic():
-            with pytest.raises(DatabaseError, match="division by zero"), connection.cursor() as cursor:
+            with (
+                pytest.raises(DatabaseError, match="division by zero"),
+                connection.cursor() as cursor,
+            ):
                 cursor.execute("SELECT 1 / 0")
             with pytest.raises(DatabaseError, match="transaction is aborted"):
                 claim_plain()
@@ -188,7 +257,10 @@ class TestOnPostgresql:
     def test_the_time_limits_for_workers_end_with_the_transaction(self) -> None:
         def limits() -> tuple[str, str]:
             with connection.cursor() as cursor:
-                cursor.execute("SELECT current_setting('lock_timeout'), current_setting('citus.propagate_set_commands', true)")
+                cursor.execute(
+                    "SELECT current_setting('lock_timeout'),"
+                    " current_setting('citus.propagate_set_commands', true)"
+                )
                 return cursor.fetchone()
 
         with another_engine(*citus_with("n", "s")):
@@ -265,7 +337,10 @@ class TestErrorsOfWorkers:
         assert connection_lost(caught.value, "default")
 
     def test_an_internal_error_of_postgresql_stays_one(self) -> None:
-        with refused_commit("40001", citus=False), pytest.raises(InternalError, match="shard 102008"):
+        with (
+            refused_commit("40001", citus=False),
+            pytest.raises(InternalError, match="shard 102008"),
+        ):
             commit()
 
     def test_the_next_transaction_knows_nothing_of_it(self) -> None:

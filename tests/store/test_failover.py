@@ -40,7 +40,9 @@ def _writable_again(transactional_db: None) -> Iterator[None]:
         yield
 
 
-def test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again(serve: Serve, sender: Sender) -> None:
+def test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again(
+    serve: Serve, sender: Sender
+) -> None:
     def block(call: Any) -> None:
         with connection.cursor() as cursor:
             cursor.execute("SET default_transaction_read_only = on")
@@ -52,7 +54,9 @@ def test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again(serve
 
 
 @pytest.mark.parametrize("work", [enqueue_once, complete_once, reap_once])
-def test_a_loop_says_once_that_the_database_takes_no_writes(work: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_says_once_that_the_database_takes_no_writes(
+    work: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     age(IdempotencyKeyFactory(), seconds=3600)
     make_read_only(True)
     with caplog.at_level(logging.WARNING, logger="idempotency"), looping(work) as passes:
@@ -80,9 +84,13 @@ def test_a_delivery_to_a_read_only_database_is_one_to_a_lost_database() -> None:
         pytest.fail("the message counts as new")
 
 
-def test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back(serve: Serve, sender: Sender) -> None:
+def test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back(
+    serve: Serve, sender: Sender
+) -> None:
     calls = Counted(lambda request: allow_connections(False) if calls.runs == 1 else HttpResponse())
-    serve(view=two_phases(create, lambda request: HttpResponse(status=201), call=partial(calls, None)))
+    serve(
+        view=two_phases(create, lambda request: HttpResponse(status=201), call=partial(calls, None))
+    )
     answer = sender.send()
     assert (answer.status_code, problem(answer)["code"]) == (503, "database_unavailable")
     allow_connections(True)

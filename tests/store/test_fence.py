@@ -1,4 +1,5 @@
-"""Updates of a claimed key, without HTTP: what they write, and that only the run with the lock can make them."""
+"""Updates of a claimed key, without HTTP: what they write, and that only the run with the lock can
+make them."""
 
 import logging
 from copy import copy
@@ -28,13 +29,21 @@ def test_finishing_frees_the_lock_and_keeps_the_answer() -> None:
     key = claim().key
     fence.finish(key, fence.StoredResponse(201, {"A": "b"}, b"body"), using="default")
     row = IdempotencyKey.objects.get()
-    assert (row.locked_until, row.response_code, row.response_headers, bytes(row.response_body)) == (
+    assert (
+        row.locked_until,
+        row.response_code,
+        row.response_headers,
+        bytes(row.response_body),
+    ) == (
         None,
         201,
         {"A": "b"},
         b"body",
     )
-    assert [(event["event"], event["detail"]) for event in row.history][-1] == ("finished", "status 201")
+    assert [(event["event"], event["detail"]) for event in row.history][-1] == (
+        "finished",
+        "status 201",
+    )
 
 
 def test_a_plain_key_is_finished_at_the_time_that_its_claim_wrote() -> None:
@@ -59,7 +68,11 @@ def test_a_run_that_does_not_know_of_its_commit_cannot_write_over_it() -> None:
 
 @pytest.mark.parametrize(
     ("error", "detail"),
-    [("x" * 200, "x" * 200), ("x" * 201, "x" * 199 + "…"), ("OSError: down\nsee below", "OSError: down …")],
+    [
+        ("x" * 200, "x" * 200),
+        ("x" * 201, "x" * 199 + "…"),
+        ("OSError: down\nsee below", "OSError: down …"),
+    ],
 )
 def test_a_text_that_the_history_cuts_ends_with_a_sign(error: str, detail: str) -> None:
     key = claim().key
@@ -87,7 +100,9 @@ def test_a_release_says_what_went_wrong_and_frees_the_lock() -> None:
     assert (row.history[-1]["event"], row.history[-1]["detail"]) == ("error", "first line …")
 
 
-def test_a_release_that_comes_late_is_logged_with_the_hash_of_the_key(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_release_that_comes_late_is_logged_with_the_hash_of_the_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     late = claim().key
     expire_lock(91)
     claim()

@@ -30,13 +30,18 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def test_a_new_key_is_claimed_with_one_statement() -> None:
     with statements() as seen:
         found = claim()
-    assert (found.outcome, found.key.attempts, found.key.recovery_point) == (Outcome.CLAIMED, 1, "started")
+    assert (found.outcome, found.key.attempts, found.key.recovery_point) == (
+        Outcome.CLAIMED,
+        1,
+        "started",
+    )
     assert len(seen) == (1 if connection.vendor == "postgresql" else 2)
 
 
 @pytest.mark.postgres
 def test_of_claims_in_a_race_one_wins() -> None:
-    """50 keys, 8 rivals for each: in many of these races the loser's snapshot is older than the winner's row."""
+    """50 keys, 8 rivals for each: in many of these races the loser's snapshot is older than the
+    winner's row."""
     for number in range(50):
         found = all_at_once(lambda rival, number=number: claim(request(f"key-{number}")).outcome, 8)
         assert sorted(found, key=str) == [Outcome.CLAIMED] + [Outcome.IN_PROGRESS] * 7
@@ -174,8 +179,8 @@ def test_a_replay_writes_nothing_and_takes_no_transaction_id() -> None:
         with transaction.atomic(), connection.cursor() as cursor:
             assert look().outcome is Outcome.FINISHED
             cursor.execute(
-                "SELECT pg_current_xact_id_if_assigned(), "
-                "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid())"
+                "SELECT pg_current_xact_id_if_assigned(), (SELECT count(*) FROM pg_locks WHERE"
+                " locktype = 'advisory' AND pid = pg_backend_pid())"
             )
             assert cursor.fetchone() == (None, 0)
 
@@ -190,7 +195,9 @@ def test_the_history_keeps_the_last_events() -> None:
 
 
 def test_an_error_is_kept_as_both_databases_take_it() -> None:
-    fence.release(claim().key, "NUL \x00, lone surrogate \udc80, and " + "endless " * 1000, using="default")
+    fence.release(
+        claim().key, "NUL \x00, lone surrogate \udc80, and " + "endless " * 1000, using="default"
+    )
     key = IdempotencyKey.objects.get()
     assert key.last_error.startswith("NUL , lone surrogate ?, and endless")
     assert len(key.last_error) == 2000
@@ -231,8 +238,11 @@ def test_keys_are_case_sensitive() -> None:
 
 
 @pytest.mark.postgres
-def test_runs_of_different_keys_that_stage_a_job_and_finish_side_by_side_do_not_fail_each_other() -> None:
-    """PostgreSQL tracks reads by index page, on which each run has read and written what the others have."""
+def test_runs_of_different_keys_that_stage_a_job_and_finish_side_by_side_do_not_fail_each_other() -> (
+    None
+):
+    """PostgreSQL tracks reads by index page, on which each run has read and written what the others
+    have."""
     held = [claim(request(f"key-{number}")).key for number in range(8)]
     written = threading.Barrier(len(held))
 

@@ -1,5 +1,5 @@
-"""PgBouncer in transaction mode with ``max_prepared_statements``: each transaction may get another server connection,
-which has the statements of other clients."""
+"""PgBouncer in transaction mode with ``max_prepared_statements``: each transaction may get another
+server connection, which has the statements of other clients."""
 
 import re
 import subprocess
@@ -30,9 +30,15 @@ def _bouncer(short_folder: Path) -> Iterator[None]:
         program = debian.program("pgbouncer", "pgbouncer")
     except debian.NotToBeHad as error:
         pytest.skip(str(error))
-    version = re.findall(r"\d+", subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout)
+    version = re.findall(
+        r"\d+",
+        subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout,
+    )
     if (int(version[0]), int(version[1])) < (1, 21):
-        pytest.skip(f"PgBouncer {'.'.join(version[:2])} keeps no prepared statements; put 1.21 or later first on the PATH")
+        pytest.skip(
+            f"PgBouncer {'.'.join(version[:2])} keeps no prepared statements; put 1.21 or later"
+            " first on the PATH"
+        )
     options: dict[str, Any] = connection.settings_dict["OPTIONS"]
     before = dict(options)
     with pgbouncer.PgBouncer(program, short_folder, Path(options["host"]), KEEPS_STATEMENTS):
@@ -46,7 +52,9 @@ def _bouncer(short_folder: Path) -> Iterator[None]:
 
 @both_kinds
 @pytest.mark.usefixtures("_bouncer")
-def test_prepared_statements_follow_the_client(kind: Callable[..., View], serve: Callable[..., None], sender: Sender) -> None:
+def test_prepared_statements_follow_the_client(
+    kind: Callable[..., View], serve: Callable[..., None], sender: Sender
+) -> None:
     serve(view=kind(Counted()))
 
     def send_all(client: int) -> tuple[bool, int]:
@@ -58,8 +66,13 @@ def test_prepared_statements_follow_the_client(kind: Callable[..., View], serve:
         prepared = vars(connection.connection)["_idempotency_prepared"]
         return bool(prepared.names), prepared.losses
 
-    assert at_once([partial(send_all, client) for client in range(CLIENTS)]) == [(True, 0)] * CLIENTS
+    assert (
+        at_once([partial(send_all, client) for client in range(CLIENTS)]) == [(True, 0)] * CLIENTS
+    )
     assert Entry.objects.count() == CLIENTS * REQUESTS
     with connection.cursor() as cursor:
-        cursor.execute("SELECT name FROM pg_prepared_statements WHERE statement LIKE '%%idempotency_idempotencykey%%'")
+        cursor.execute(
+            "SELECT name FROM pg_prepared_statements WHERE statement LIKE"
+            " '%%idempotency_idempotencykey%%'"
+        )
         assert {name.partition("_")[0] for (name,) in cursor.fetchall()} == {"PGBOUNCER"}

@@ -1,8 +1,10 @@
 """The writes follow the rules of Citus for functions; PostgreSQL itself can check these rules.
 
-Citus refuses a write with a volatile function. It evaluates a stable function before it sends the write to a worker, so the
-function must not use a column. It refuses a stable function in CASE, COALESCE, ON CONFLICT and RETURNING.
-Source: Citus 13.2, ``multi_router_planner.c`` (``ModifyPartialQuerySupported``, ``ErrorIfOnConflictNotSupported``).
+Citus refuses a write with a volatile function. It evaluates a stable function before it sends the
+write to a worker, so the function must not use a column. It refuses a stable function in CASE,
+COALESCE, ON CONFLICT and RETURNING.
+Source: Citus 13.2, ``multi_router_planner.c`` (``ModifyPartialQuerySupported``,
+``ErrorIfOnConflictNotSupported``).
 """
 
 import re
@@ -37,9 +39,12 @@ NAMES = sorted(name for name in dir(Statements) if not name.startswith("_") and 
 #: Locks that the SELECT parts of a claim take. The coordinator of Citus runs these parts.
 LOCKS = {"pg_try_advisory_xact_lock"}
 #: An expression that the coordinator evaluates once, before the write, so that it is a constant.
-_EVENT = re.sub(r"%\\\(\w+\\\)s", lambda named: r"(?:%\(\w+\)s|%s|\$\d+)", re.escape(POSTGRESQL.event))
+_EVENT = re.sub(
+    r"%\\\(\w+\\\)s", lambda named: r"(?:%\(\w+\)s|%s|\$\d+)", re.escape(POSTGRESQL.event)
+)
 ONCE = re.compile(
-    _EVENT + r"|\((?i:statement_timestamp)\(\) [-+] (?:[^()]|\([^()]*\))*\)|(?i:statement_timestamp)\(\)",
+    _EVENT
+    + r"|\((?i:statement_timestamp)\(\) [-+] (?:[^()]|\([^()]*\))*\)|(?i:statement_timestamp)\(\)",
 )
 
 
@@ -49,7 +54,8 @@ def functions(text: str) -> set[str]:
 
 
 def end_of(text: str, start: int) -> int:
-    """Return the end of the clause that begins at ``start``: the closing parenthesis around it, or the end of the text."""
+    """Return the end of the clause that begins at ``start``: the closing parenthesis around it, or
+    the end of the text."""
     depth = 0
     for position, character in enumerate(text[start:], start):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -73,7 +79,9 @@ def expressions(clause: str) -> Iterator[str]:
     """Yield the values of SET, the condition of WHERE and the columns of RETURNING."""
     body, *returning = split(clause, r"\bRETURNING\b")
     body, *where = split(body, r"\bWHERE\b")
-    for assignment in split(split(body, r"\bSET\b")[-1], ",") if re.search(r"\bSET\b", body) else ():
+    for assignment in (
+        split(split(body, r"\bSET\b")[-1], ",") if re.search(r"\bSET\b", body) else ()
+    ):
         yield assignment.partition("=")[2]
     yield from where
     yield from immediate(returning)
@@ -103,7 +111,9 @@ def lazy(text: str) -> Iterator[str]:
 
 def must_be_immutable(text: str) -> Iterator[str]:
     """Yield the expressions of a write in which Citus accepts only immutable functions."""
-    if (match := re.search(r"\bON CONFLICT\b[^)]*\)? DO (?:NOTHING|UPDATE)", text)) or "INSERT INTO" in text:
+    if (
+        match := re.search(r"\bON CONFLICT\b[^)]*\)? DO (?:NOTHING|UPDATE)", text)
+    ) or "INSERT INTO" in text:
         start = match.end() if match else text.index("INSERT INTO")
         yield from expressions(text[start : end_of(text, start)])
     elif (match := re.search(r"\bUPDATE\b", text)) or "DELETE FROM" in text:
@@ -114,15 +124,19 @@ def must_be_immutable(text: str) -> Iterator[str]:
 
 
 def probed(expression: str) -> str:
-    """Return the expression in a form for an index: columns without a table, no system column, no parameter."""
-    bare = re.sub(r"\bmax\([\w.]+\)", "NULL", re.sub(r'(?:\b(?:k|excluded)|"\w+")\.', "", expression))
+    """Return the expression in a form for an index: columns without a table, no system column, no
+    parameter."""
+    bare = re.sub(
+        r"\bmax\([\w.]+\)", "NULL", re.sub(r'(?:\b(?:k|excluded)|"\w+")\.', "", expression)
+    )
     while (start := bare.find("(SELECT ")) >= 0:
         bare = f"{bare[:start]}NULL{bare[end_of(bare, start + 1) + 1 :]}"
     return re.sub(r"%\(\w+\)s|%s|\$\d+", "NULL", re.sub(r"\bctid\b", "NULL::tid", bare)).strip()
 
 
 def refusals(texts: dict[str, str], table: str = TABLE) -> dict[str, str]:
-    """Return the expressions of ``texts`` that are not immutable: PostgreSQL refuses an index on them."""
+    """Return the expressions of ``texts`` that are not immutable: PostgreSQL refuses an index on
+    them."""
     refused = {}
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(f"CREATE TEMPORARY TABLE probe (LIKE {table}) ON COMMIT DROP")
@@ -141,21 +155,37 @@ def volatile(texts: dict[str, str]) -> dict[str, set[str]]:
     called = {name: functions(text) for name, text in texts.items()}
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT proname, max(CASE provolatile WHEN 'v' THEN 1 ELSE 0 END) FROM pg_proc WHERE proname = ANY(%s) GROUP BY 1",
+            "SELECT proname, max(CASE provolatile WHEN 'v' THEN 1 ELSE 0 END) FROM pg_proc WHERE"
+            " proname = ANY(%s) GROUP BY 1",
             [[*set().union(*called.values())]],
         )
         known: dict[str, int] = dict(cursor.fetchall())
-    return {name: found for name, names in called.items() if (found := {each for each in names if known.get(each)})}
+    return {
+        name: found
+        for name, names in called.items()
+        if (found := {each for each in names if known.get(each)})
+    }
 
 
 def texts_of_statements() -> dict[str, str]:
     texts = {name: value for name in NAMES if isinstance(value := getattr(STATEMENTS, name), str)}
-    fenced = {f"{name}{end}": texts[name] + end for name in ("advance", "renew", "finish") for end in (AT_PLACE, ANYWHERE)}
+    fenced = {
+        f"{name}{end}": texts[name] + end
+        for name in ("advance", "renew", "finish")
+        for end in (AT_PLACE, ANYWHERE)
+    }
     return texts | fenced | {"HOLDER": HOLDER}
 
 
 def test_the_statements_are_found() -> None:
-    assert texts_of_statements().keys() >= {"claim_phased", "claim_plain", "claim_by_id", "finish_plain", "give_up", "read"}
+    assert texts_of_statements().keys() >= {
+        "claim_phased",
+        "claim_plain",
+        "claim_by_id",
+        "finish_plain",
+        "give_up",
+        "read",
+    }
 
 
 def test_no_statement_calls_a_volatile_function_except_for_the_locks_of_a_claim() -> None:
@@ -172,12 +202,30 @@ def test_no_statement_calls_a_function_that_citus_refuses() -> None:
     [
         "UPDATE t AS k SET locked_until = clock_timestamp() WHERE k.id = 1",
         "UPDATE t AS k SET locked_until = k.locked_until + interval '1 second' WHERE k.id = 1",
-        "UPDATE t AS k SET finished_at = COALESCE(k.finished_at, statement_timestamp()) WHERE k.id = 1",
-        "UPDATE t AS k SET locked_until = CASE WHEN k.locked_until IS NULL THEN statement_timestamp() END WHERE k.id = 1",
-        "UPDATE t AS k SET locked_until = NULL WHERE k.id = 1 RETURNING statement_timestamp() - created_at",
-        "INSERT INTO t (id) SELECT 1 ON CONFLICT (id) DO UPDATE SET locked_until = statement_timestamp()",
-        "INSERT INTO t (id) SELECT 1 ON CONFLICT (id) DO UPDATE SET id = 2 WHERE k.locked_until < statement_timestamp()",
-        "INSERT INTO t (id) SELECT 1 ON CONFLICT (id) DO NOTHING RETURNING extract(epoch FROM statement_timestamp())",
+        (
+            "UPDATE t AS k SET finished_at = COALESCE(k.finished_at, statement_timestamp()) WHERE"
+            " k.id = 1"
+        ),
+        (
+            "UPDATE t AS k SET locked_until = CASE WHEN k.locked_until IS NULL THEN"
+            " statement_timestamp() END WHERE k.id = 1"
+        ),
+        (
+            "UPDATE t AS k SET locked_until = NULL WHERE k.id = 1 RETURNING statement_timestamp() -"
+            " created_at"
+        ),
+        (
+            "INSERT INTO t (id) SELECT 1 ON CONFLICT (id) DO UPDATE SET locked_until ="
+            " statement_timestamp()"
+        ),
+        (
+            "INSERT INTO t (id) SELECT 1 ON CONFLICT (id) DO UPDATE SET id = 2 WHERE k.locked_until"
+            " < statement_timestamp()"
+        ),
+        (
+            "INSERT INTO t (id) SELECT 1 ON CONFLICT (id) DO NOTHING RETURNING extract(epoch FROM"
+            " statement_timestamp())"
+        ),
     ],
 )
 def test_such_a_function_would_be_found(text: str) -> None:
@@ -191,7 +239,9 @@ def written() -> Callable[[Callable[[], Any]], dict[str, str]]:
     def writes_of(work: Callable[[], Any]) -> dict[str, str]:
         texts: dict[str, str] = {}
 
-        def note(execute: Any, sql: str, params: Any, many: bool, context: dict[str, CursorWrapper]) -> Any:
+        def note(
+            execute: Any, sql: str, params: Any, many: bool, context: dict[str, CursorWrapper]
+        ) -> Any:
             if re.match(r"(?:INSERT|UPDATE|DELETE)\b", sql):
                 texts[sql] = sql
             return execute(sql, params, many, context)
@@ -208,9 +258,16 @@ def decide() -> None:
     """Make each decision of an operator."""
     claim()
     answer = partial(interventions.answer, response=HttpResponse("done"))
-    for decision in (interventions.release_lock, interventions.acknowledge, interventions.hand_back, answer):
+    for decision in (
+        interventions.release_lock,
+        interventions.acknowledge,
+        interventions.hand_back,
+        answer,
+    ):
         key = IdempotencyKey.objects.get()
-        known: dict[str, Any] = {"calls": interventions.calls_of(key.pk)} if decision is answer else {}
+        known: dict[str, Any] = (
+            {"calls": interventions.calls_of(key.pk)} if decision is answer else {}
+        )
         assert decision(key.pk, key.claim_token, by="jane", **known)
         settlement.give_up(key.pk, "code", "reason", using="default")
 
@@ -242,7 +299,9 @@ def count() -> None:
 
 @pytest.mark.parametrize("work", [decide, reap, move_jobs, receive, count])
 def test_no_other_write_on_the_tables_calls_a_function_that_citus_refuses(
-    work: Callable[[], None], written: Callable[[Callable[[], Any]], dict[str, str]], settings: Settings
+    work: Callable[[], None],
+    written: Callable[[Callable[[], Any]], dict[str, str]],
+    settings: Settings,
 ) -> None:
     settings.IDEMPOTENCY = {"ENQUEUERS": {"known": "idempotency.contrib.rq.RQBackend"}}
     texts = written(work)
@@ -256,10 +315,18 @@ def test_no_other_write_on_the_tables_calls_a_function_that_citus_refuses(
 def test_the_time_of_a_lost_run_is_the_text_that_json_has() -> None:
     key = claim().key
     with connection.cursor() as cursor:
-        for at in ("2026-01-02 03:04:05.6+00", "2025-12-31 23:59:30+00", "2024-02-29 00:00:00.000001+00"):
+        for at in (
+            "2026-01-02 03:04:05.6+00",
+            "2025-12-31 23:59:30+00",
+            "2024-02-29 00:00:00.000001+00",
+        ):
             IdempotencyKey.objects.update(locked_until=at, last_run_at=at)
             assert claim().key.pk == key.pk
             cursor.execute("SELECT to_jsonb(%s::timestamptz), to_jsonb(%s::timestamptz)", [at, at])
             begun, expired = cursor.fetchone()
             lost = IdempotencyKey.objects.get().history[-2]
-            assert (lost["event"], lost["claimed_at"], lost["at"]) == ("run lost", begun.strip('"'), expired.strip('"'))
+            assert (lost["event"], lost["claimed_at"], lost["at"]) == (
+                "run lost",
+                begun.strip('"'),
+                expired.strip('"'),
+            )

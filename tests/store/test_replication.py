@@ -1,4 +1,5 @@
-"""CONFIRM_REPLICATED on a server without standbys: no response uses data that a failover could lose.
+"""CONFIRM_REPLICATED on a server without standbys: no response uses data that a failover could
+lose.
 
 ``tests/processes/test_replication.py`` has tests with a standby.
 """
@@ -75,7 +76,12 @@ def take(job: StagedJob) -> None:
 def is_unconfirmed(answer: Any) -> bool:
     told = problem(answer)
     waits = int(answer["Retry-After"]) >= 1
-    return (answer.status_code, told["code"], told["retryable"], waits) == (503, "not_replicated", True, True)
+    return (answer.status_code, told["code"], told["retryable"], waits) == (
+        503,
+        "not_replicated",
+        True,
+        True,
+    )
 
 
 # Requests
@@ -126,7 +132,11 @@ def test_a_run_that_lost_its_lock_is_a_503(serve: Serve, sender: Sender, confirm
             assert elsewhere(another_client(sender).send).status_code == 201
 
     calls = Counted(lambda request: lose_the_lock())
-    serve(view=two_phases(lambda request: None, lambda request: HttpResponse(status=201), call=lambda: calls(None)))
+    serve(
+        view=two_phases(
+            lambda request: None, lambda request: HttpResponse(status=201), call=lambda: calls(None)
+        )
+    )
     assert is_unconfirmed(sender.send())
     assert calls.runs == 2
 
@@ -142,7 +152,9 @@ def test_a_release_that_finds_another_claim_is_confirmed(confirm: Any) -> None:
     assert IdempotencyKey.objects.get().locked_until is not None
 
 
-def test_a_recorded_call_is_used_again_only_when_it_is_confirmed(serve: Serve, sender: Sender, confirm: Any) -> None:
+def test_a_recorded_call_is_used_again_only_when_it_is_confirmed(
+    serve: Serve, sender: Sender, confirm: Any
+) -> None:
     calls, failures = [], iter([True])
 
     def after() -> None:
@@ -194,7 +206,10 @@ def test_a_barrier_that_would_pass_for_nothing_is_refused(
 
 def test_the_doctor_finds_a_setting_that_refuses_each_replay(confirm: Any) -> None:
     def found() -> set[str]:
-        return {finding.code for finding in diagnose().findings} & {"replays_refused", "not_replicated"}
+        return {finding.code for finding in diagnose().findings} & {
+            "replays_refused",
+            "not_replicated",
+        }
 
     assert found() == set()
     confirm(True)
@@ -244,7 +259,9 @@ def test_no_job_of_a_batch_is_handed_over_unconfirmed(confirm: Any) -> None:
     assert (len(taken), barriers.call_count) == (3, 1)
 
 
-def test_a_loop_logs_one_line_while_no_standby_confirms(confirm: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_logs_one_line_while_no_standby_confirms(
+    confirm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     confirm(True)
     StagedJobFactory()
     with caplog.at_level(logging.WARNING, logger="idempotency"), looping(enqueue_once) as passes:
@@ -252,7 +269,9 @@ def test_a_loop_logs_one_line_while_no_standby_confirms(confirm: Any, caplog: py
     assert lines(caplog) == [("WARNING", f"this_loop: {FAILING}", False)]
 
 
-def test_the_completer_stops_its_pass_and_leaves_no_key_locked(serve: Serve, sender: Sender, confirm: Any) -> None:
+def test_the_completer_stops_its_pass_and_leaves_no_key_locked(
+    serve: Serve, sender: Sender, confirm: Any
+) -> None:
     def fail_once() -> None:
         if IdempotencyKey.objects.get().attempts == 1:
             raise RuntimeError("on purpose")
@@ -269,15 +288,17 @@ def test_the_completer_stops_its_pass_and_leaves_no_key_locked(serve: Serve, sen
 def test_an_effect_whose_commit_did_not_wait_for_the_standby_is_not_reported(
     confirm: Any, execute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL reports a cancelled wait with a warning at COMMIT; in this test a trigger sends the warning."""
+    """PostgreSQL reports a cancelled wait with a warning at COMMIT; in this test a trigger sends
+    the warning."""
     confirm(True)
     monkeypatch.setattr(replication, "_WAIT", "exec_stmt_raise")
     execute(
-        "CREATE FUNCTION warn() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE WARNING 'cancelled'; RETURN NULL; END $$"
+        "CREATE FUNCTION warn() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE WARNING"
+        " 'cancelled'; RETURN NULL; END $$"
     )
     execute(
-        "CREATE CONSTRAINT TRIGGER warn AFTER INSERT ON idempotency_processedmessage DEFERRABLE INITIALLY DEFERRED "
-        "FOR EACH ROW EXECUTE FUNCTION warn()"
+        "CREATE CONSTRAINT TRIGGER warn AFTER INSERT ON idempotency_processedmessage DEFERRABLE"
+        " INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION warn()"
     )
     try:
         with pytest.raises(NotReplicated, match="cancelled"), process_once("stripe", "evt_1"):
@@ -306,13 +327,19 @@ def test_a_message_is_called_processed_only_when_it_is_confirmed(confirm: Any) -
 
 def test_the_commit_of_an_outer_transaction_confirms_the_message(confirm: Any) -> None:
     confirm(True)
-    with pytest.raises(NotReplicated), transaction.atomic(), process_once("stripe", "evt_1") as first:
+    with (
+        pytest.raises(NotReplicated),
+        transaction.atomic(),
+        process_once("stripe", "evt_1") as first,
+    ):
         assert first
     assert ProcessedMessage.objects.exists()
 
 
 def test_an_answer_of_a_person_counts_only_when_it_is_confirmed(confirm: Any) -> None:
-    key = IdempotencyKeyFactory(claim_token=uuid4(), stuck_at=Now(), stuck_code="call_in_doubt", stuck_reason="Look.")
+    key = IdempotencyKeyFactory(
+        claim_token=uuid4(), stuck_at=Now(), stuck_code="call_in_doubt", stuck_reason="Look."
+    )
     confirm(True)
     with pytest.raises(NotReplicated):
         interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane")

@@ -1,4 +1,5 @@
-"""BEGIN with the claim and the fence with COMMIT: as few round trips as a bare view, and the results of single messages."""
+"""BEGIN with the claim and the fence with COMMIT: as few round trips as a bare view, and the
+results of single messages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -60,7 +61,8 @@ def _forget() -> Iterator[None]:
 
 
 def messages(work: Callable[[], object]) -> int:
-    """Return how often libpq waited for the server during ``work``: after each simple query and each Sync."""
+    """Return how often libpq waited for the server during ``work``: after each simple query and
+    each Sync."""
     connection.ensure_connection()
     server = connection.connection.pgconn
     with TemporaryFile("w+") as lines:
@@ -85,16 +87,25 @@ def bench_table() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("view", "key", "trips"),
-    [(bench.bare, "", 3), (bench.plain, "", 3), (bench.plain, "again", 2), (bench.ride, "", 10), (bench.ride, "again", 1)],
+    [
+        (bench.bare, "", 3),
+        (bench.plain, "", 3),
+        (bench.plain, "again", 2),
+        (bench.ride, "", 10),
+        (bench.ride, "again", 1),
+    ],
     ids=["bare", "plain, first", "plain, replay", "ride", "phased, replay"],
 )
 def test_round_trips(view: Any, key: str, trips: int, bench_table: None) -> None:
-    for _ in range(8):  # Statements are prepared after the fifth use, without an additional round trip.
+    # Statements are prepared after the fifth use, without an additional round trip.
+    for _ in range(8):
         view(bench.request(key))
     assert messages(lambda: view(bench.request(key))) == trips
 
 
-@pytest.mark.parametrize(("view", "trips"), [(bench.plain, 3), (bench.ride, 10)], ids=["plain", "ride"])
+@pytest.mark.parametrize(
+    ("view", "trips"), [(bench.plain, 3), (bench.ride, 10)], ids=["plain", "ride"]
+)
 def test_round_trips_under_stricter_limits(view: Any, trips: int, bench_table: None) -> None:
     """The first request finds the limits of the role, and the following ones expect them."""
     with connection.cursor() as cursor:
@@ -106,9 +117,16 @@ def test_round_trips_under_stricter_limits(view: Any, trips: int, bench_table: N
     connection.close()
 
 
-@pytest.mark.parametrize(("merged", "citus", "trips"), [(False, False, 5), (True, True, 5)], ids=["setting off", "Citus"])
+@pytest.mark.parametrize(
+    ("merged", "citus", "trips"), [(False, False, 5), (True, True, 5)], ids=["setting off", "Citus"]
+)
 def test_each_statement_is_a_round_trip(
-    merged: bool, citus: bool, trips: int, merge: Callable[[bool], None], bench_table: None, monkeypatch: pytest.MonkeyPatch
+    merged: bool,
+    citus: bool,
+    trips: int,
+    merge: Callable[[bool], None],
+    bench_table: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     merge(merged)
     for name in (round_trips, transactions.database_product):
@@ -148,9 +166,13 @@ def break_transaction(name: str) -> None:
 
 
 def read_in_chunks(name: str) -> None:
-    """Use a server-side cursor that locks rows; a cursor that is kept after the transaction cannot lock rows."""
+    """Use a server-side cursor that locks rows; a cursor that is kept after the transaction cannot
+    lock rows."""
     Entry.objects.create(name=name)
-    assert [entry.name for entry in Entry.objects.filter(name=name).select_for_update().iterator(chunk_size=1)] == [name]
+    assert [
+        entry.name
+        for entry in Entry.objects.filter(name=name).select_for_update().iterator(chunk_size=1)
+    ] == [name]
 
 
 def copy(name: str) -> None:
@@ -182,7 +204,12 @@ KEPT = [swallow, read_in_chunks, copy, several_texts, forget_prepared]
 @merged_or_not
 @pytest.mark.parametrize("work", [*KEPT, roll_back, break_transaction, write_nothing])
 def test_what_a_view_does_has_the_same_result(
-    work: Callable[[str], None], merged: bool, kind: Kind, serve: Serve, sender: Sender, merge: Callable[[bool], None]
+    work: Callable[[str], None],
+    merged: bool,
+    kind: Kind,
+    serve: Serve,
+    sender: Sender,
+    merge: Callable[[bool], None],
 ) -> None:
     merge(merged)
     names: list[str] = []
@@ -206,7 +233,9 @@ def test_what_a_view_does_has_the_same_result(
 
 
 @both_kinds
-def test_statements_that_the_server_has_lost_are_prepared_again(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_statements_that_the_server_has_lost_are_prepared_again(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     counted = Counted()
     serve(view=kind(counted))
     for number in range(30):
@@ -216,7 +245,9 @@ def test_statements_that_the_server_has_lost_are_prepared_again(kind: Kind, serv
     assert Entry.objects.count() == 30
 
 
-def test_a_connection_that_loses_its_statements_once_prepares_them_again(serve: Serve, sender: Sender) -> None:
+def test_a_connection_that_loses_its_statements_once_prepares_them_again(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(Counted()))
     for number in range(24):
         sender.send(key=f"key-{number}")
@@ -226,7 +257,9 @@ def test_a_connection_that_loses_its_statements_once_prepares_them_again(serve: 
     assert (bool(prepared.names), prepared.losses) == (True, 1)
 
 
-def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more(serve: Serve, sender: Sender) -> None:
+def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=plain(Counted()))
     for number in range(40):
         sender.send(key=f"key-{number}")
@@ -235,7 +268,9 @@ def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more
     assert (prepared.names, prepared.losses) == ({}, 2)
 
 
-def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more(serve: Serve, sender: Sender) -> None:
+def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more(
+    serve: Serve, sender: Sender
+) -> None:
     """Like behind a pooler that changed the server: the names already exist there."""
     counted = Counted()
     serve(view=plain(counted))
@@ -255,7 +290,12 @@ def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no
 @merged_or_not
 @both_kinds
 def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
-    kind: Kind, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+    kind: Kind,
+    merged: bool,
+    serve: Serve,
+    sender: Sender,
+    merge: Callable[[bool], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The trigger fails at COMMIT with the SQLSTATE of a failed fenced statement."""
     merge(merged)
@@ -265,8 +305,8 @@ def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
             "$$ BEGIN RAISE EXCEPTION 'by the trigger' USING ERRCODE = '22012'; END $$"
         )
         cursor.execute(
-            "CREATE CONSTRAINT TRIGGER divide AFTER INSERT ON tests_entry DEFERRABLE INITIALLY DEFERRED "
-            "FOR EACH ROW EXECUTE FUNCTION divide()"
+            "CREATE CONSTRAINT TRIGGER divide AFTER INSERT ON tests_entry DEFERRABLE INITIALLY"
+            " DEFERRED FOR EACH ROW EXECUTE FUNCTION divide()"
         )
     serve(view=kind(Counted()))
     try:
@@ -282,7 +322,12 @@ def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
 @merged_or_not
 @pytest.mark.parametrize("threshold", [5, 0])
 def test_a_run_that_lost_its_lock_commits_nothing(
-    threshold: int, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+    threshold: int,
+    merged: bool,
+    serve: Serve,
+    sender: Sender,
+    merge: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This also holds if its last statement is prepared in the same message."""
     merge(merged)
@@ -312,7 +357,13 @@ def _cuts(length: int, step: int) -> list[Cut]:
 @both_kinds
 @pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.full)])
 def test_a_connection_cut_around_commit_leaves_one_effect(
-    step: int, kind: Kind, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], short_folder: Path
+    step: int,
+    kind: Kind,
+    merged: bool,
+    serve: Serve,
+    sender: Sender,
+    merge: Callable[[bool], None],
+    short_folder: Path,
 ) -> None:
     merge(merged)
     serve(view=kind(Counted()))
@@ -326,13 +377,19 @@ def test_a_connection_cut_around_commit_leaves_one_effect(
             answers = [sender.send(key=f"key-{number}") for _ in range(4)]
             assert proxy.cut is None
             assert answers[-1]["Idempotent-Replayed"] == "true"
-            assert {answer.content for answer in answers if answer.status_code == 201} == {answers[-1].content}
+            assert {answer.content for answer in answers if answer.status_code == 201} == {
+                answers[-1].content
+            }
             assert {answer.status_code for answer in answers} <= {201, 503, 409}
-            assert Entry.objects.filter(idempotency_key__idempotency_key=f"key-{number}").count() == 1
+            assert (
+                Entry.objects.filter(idempotency_key__idempotency_key=f"key-{number}").count() == 1
+            )
 
 
 @both_kinds
-def test_a_garbled_reply_is_a_broken_connection(kind: Kind, serve: Serve, sender: Sender, short_folder: Path) -> None:
+def test_a_garbled_reply_is_a_broken_connection(
+    kind: Kind, serve: Serve, sender: Sender, short_folder: Path
+) -> None:
     serve(view=kind(Counted()))
     with cutting_proxy(short_folder) as proxy:
         proxy.cut = Cut(reply_bytes=CHUNK_BYTES, garbled=True)
@@ -342,7 +399,9 @@ def test_a_garbled_reply_is_a_broken_connection(kind: Kind, serve: Serve, sender
     assert Entry.objects.count() == 1
 
 
-def test_each_phase_of_a_run_whose_statements_are_lost_is_committed_once(serve: Serve, sender: Sender) -> None:
+def test_each_phase_of_a_run_whose_statements_are_lost_is_committed_once(
+    serve: Serve, sender: Sender
+) -> None:
     def forget(request: HttpRequest) -> HttpResponse:
         Entry.objects.create(name="between")
         lose_statements()
@@ -355,7 +414,9 @@ def test_each_phase_of_a_run_whose_statements_are_lost_is_committed_once(serve: 
 
 
 @both_kinds
-def test_no_statement_uses_a_cursor(kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_statement_uses_a_cursor(
+    kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cursor costs more processor time."""
     seen: list[str] = []
     execute = psycopg.Cursor.execute
@@ -382,8 +443,11 @@ def test_a_statement_is_refused_where_django_refuses_its_own(transactional_db: N
             round_trips.run(connection, "SELECT 1", Hidden({}))
 
 
-def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(transactional_db: None) -> None:
-    """libpq created the error itself, for example after invalid bytes: the error has no SQLSTATE."""
+def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(
+    transactional_db: None,
+) -> None:
+    """libpq created the error itself, for example after invalid bytes: the error has no
+    SQLSTATE."""
     connection.ensure_connection()
     own = connection.connection
     result = own.pgconn.make_empty_result(ExecStatus.FATAL_ERROR)
@@ -418,7 +482,9 @@ def test_an_error_of_a_prepared_statement_is_its_own(
 
 
 @pytest.mark.parametrize("of_phase", [False, True])
-def test_an_interrupt_after_begin_leaves_no_open_transaction(of_phase: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_after_begin_leaves_no_open_transaction(
+    of_phase: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal during the round trip is handled after it."""
 
     @contextmanager
@@ -428,14 +494,19 @@ def test_an_interrupt_after_begin_leaves_no_open_transaction(of_phase: bool, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(round_trips, "noted_in_log", interrupted)
-        with pytest.raises(KeyboardInterrupt), durable_transaction(None, using="default", of_phase=of_phase):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            durable_transaction(None, using="default", of_phase=of_phase),
+        ):
             raise AssertionError
     Entry.objects.create(name="reported as committed")
     connection.close()
     assert Entry.objects.count() == 1
 
 
-def test_a_receiver_of_a_new_connection_has_a_transaction_of_its_own(serve: Serve, sender: Sender) -> None:
+def test_a_receiver_of_a_new_connection_has_a_transaction_of_its_own(
+    serve: Serve, sender: Sender
+) -> None:
     statuses = iter([503, 201])
 
     def receive(**kwargs: object) -> None:
@@ -482,7 +553,9 @@ def test_an_interrupt_after_commit_does_not_skip_the_next_one(serve: Serve, send
     assert sender.send()["Idempotent-Replayed"] == "true"
 
 
-def test_an_interrupted_exchange_closes_the_connection(transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_exchange_closes_the_connection(
+    transactional_db: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection.ensure_connection()
     own = connection.connection
 
@@ -520,7 +593,9 @@ def test_a_hook_of_on_commit_has_transactions_of_its_own(
 
 
 @both_kinds
-def test_a_connection_that_the_view_closed_is_a_lost_one(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_a_connection_that_the_view_closed_is_a_lost_one(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
     def respond(request: HttpRequest) -> HttpResponseBase:
         Entry.objects.create(name="work")
         connection.connection.close()
@@ -531,7 +606,9 @@ def test_a_connection_that_the_view_closed_is_a_lost_one(kind: Kind, serve: Serv
     assert not Entry.objects.exists()
 
 
-def test_a_statement_in_autocommit_that_the_server_has_lost_is_sent_again(serve: Serve, sender: Sender) -> None:
+def test_a_statement_in_autocommit_that_the_server_has_lost_is_sent_again(
+    serve: Serve, sender: Sender
+) -> None:
     serve(view=phased(Counted()))
     for number in range(8):
         sender.send(key=f"key-{number}")

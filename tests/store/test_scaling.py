@@ -70,12 +70,15 @@ def test_what_a_request_costs(name: str) -> None:
     found = counts(VIEWS[name])
     assert len(found[0].statements) == documented("round trips", name)
     assert found[0].commits == documented("commits", name)
-    assert median(each.wal_bytes for each in found) == pytest.approx(documented("WAL", name), rel=0.1)
+    assert median(each.wal_bytes for each in found) == pytest.approx(
+        documented("WAL", name), rel=0.1
+    )
 
 
 @pytest.mark.parametrize(("name", "cold"), [("plain view", 0), ("ride of four commits", 1)])
 def test_only_the_end_of_a_phased_key_touches_an_index(name: str, cold: int) -> None:
-    """A plain key is inserted with the columns of its end. Each other update stays on its page (HOT)."""
+    """A plain key is inserted with the columns of its end. Each other update stays on its page
+    (HOT)."""
     found = counts(VIEWS[name])
     assert all(each.updates > cold for each in found)
     touched = sum(each.updates - each.hot_updates for each in found)
@@ -103,7 +106,9 @@ def body_of(size: int) -> str:
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.full
 def test_what_a_key_takes_on_disk(name: str) -> None:
-    assert bytes_on_disk(VIEWS[name], lambda: views.BODY) == pytest.approx(documented("on disk", name), rel=0.15)
+    assert bytes_on_disk(VIEWS[name], lambda: views.BODY) == pytest.approx(
+        documented("on disk", name), rel=0.15
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,9 @@ def test_what_a_key_takes_on_disk(name: str) -> None:
 def test_what_a_kilobyte_of_body_adds(name: str, of_wal: float, on_disk: float) -> None:
     assert all(says(PAGE, kilobytes, "KB") for kilobytes in (of_wal, on_disk) if kilobytes)
     view = VIEWS[name]
-    small, large = (median(each.wal_bytes for each in counts(view, body_of(size))) for size in (20, 1020))
+    small, large = (
+        median(each.wal_bytes for each in counts(view, body_of(size))) for size in (20, 1020)
+    )
     assert large - small == pytest.approx(of_wal * 1000, rel=0.15, abs=30)
     small, large = (bytes_on_disk(view, lambda size=size: body_of(size)) for size in (20, 1020))
     assert large - small == pytest.approx(on_disk * 1000, rel=0.15, abs=30)
@@ -132,7 +139,11 @@ def test_the_proxy_adds_the_way_there_and_back(short_folder: Path) -> None:
     if not Path(server, proxy.POSTGRES).exists():
         pytest.skip("the server has no unix socket here")
     with proxy.proxy(short_folder, Path(server)) as far:
-        login = {"host": str(far), "dbname": connection.settings_dict["NAME"], "user": connection.settings_dict["USER"]}
+        login = {
+            "host": str(far),
+            "dbname": connection.settings_dict["NAME"],
+            "user": connection.settings_dict["USER"],
+        }
         with psycopg.connect(**login, autocommit=True) as way:
             start = time.monotonic()
             for number in range(20):
@@ -143,11 +154,16 @@ def test_the_proxy_adds_the_way_there_and_back(short_folder: Path) -> None:
 def test_what_a_staged_job_costs() -> None:
     def stage() -> None:
         with transaction.atomic():
-            stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": 1, "amount_cents": 2000, "label": "receipt"})
+            stage_job(
+                "rides_demo.jobs.send_ride_receipt",
+                {"ride_id": 1, "amount_cents": 2000, "label": "receipt"},
+            )
 
     found = [count(stage) for _ in range(30)][10:]
     assert len(found[0].besides_the_work) == documented("round trips", "staged job")
-    assert median(each.wal_bytes for each in found) == pytest.approx(documented("WAL", "staged job"), rel=0.15)
+    assert median(each.wal_bytes for each in found) == pytest.approx(
+        documented("WAL", "staged job"), rel=0.15
+    )
 
 
 def test_the_example_is_computed_right() -> None:
@@ -167,26 +183,35 @@ def test_the_round_trips_are_those_of_the_requests() -> None:
 
     expected = documented("round trips", "plain view"), trips(views.plain), trips(views.ride)
     (row,) = re.findall(r"^\| distance .*$", PAGE, re.M)
-    assert ", ".join(map(str, expected)) in ", ".join(re.findall(r"\d+", row)), "a millisecond for each"
+    assert ", ".join(map(str, expected)) in ", ".join(re.findall(r"\d+", row)), (
+        "a millisecond for each"
+    )
 
 
 def test_the_pages_of_a_look_are_those_that_were_measured() -> None:
     (row,) = re.findall(r"^\| size of the table .*$", PAGE, re.M)
     said = re.findall(r"\b\d+\b(?! thousand| million)", row)
-    measured = {table["keys"]: table["pages_a_look"] for table in json.loads(RESULTS.read_text())["sizes"]["tables"]}
-    assert all(str(measured[size]) in said for size in SIZES if size in measured)  # A quick run omits the larger table.
+    measured = {
+        table["keys"]: table["pages_a_look"]
+        for table in json.loads(RESULTS.read_text())["sizes"]["tables"]
+    }
+    # A quick run omits the larger table.
+    assert all(str(measured[size]) in said for size in SIZES if size in measured)
     assert SIZES[0] in measured
 
 
 @pytest.mark.parametrize("max_age", [0, None])
-def test_a_completer_uses_a_connection_for_each_thread(max_age: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completer_uses_a_connection_for_each_thread(
+    max_age: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", max_age)
     together, seen = threading.Barrier(2), []
 
     def counted() -> int:
         with connection.cursor() as cursor:
             cursor.execute(
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend'"
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND"
+                " backend_type = 'client backend'"
             )
             return int(cursor.fetchone()[0]) - 1  # without the connection of the test
 
@@ -203,7 +228,15 @@ def test_a_completer_uses_a_connection_for_each_thread(max_age: int | None, monk
     stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: bool(seen), request=list)
     given = {"using": "default", "batch_size": 100, "concurrency": 2, "dry_run": False}
     run_pass, threads = load_command_class("idempotency", "complete_keys").pass_of_loop(given)
-    loop = Loop("complete_keys", run_pass, interval=1, stop=stop, say=print, using="default", threads=threads)
+    loop = Loop(
+        "complete_keys",
+        run_pass,
+        interval=1,
+        stop=stop,
+        say=print,
+        using="default",
+        threads=threads,
+    )
     with background(loop.run) as run:
         run.result(60)
     assert seen == [2] * 2

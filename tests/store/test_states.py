@@ -1,4 +1,5 @@
-"""The states of a key: each key has exactly one, and the annotation, the methods and the counts agree on it."""
+"""The states of a key: each key has exactly one, and the annotation, the methods and the counts
+agree on it."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +25,11 @@ LOCKED = {"claim_token": uuid4(), "locked_until": LATER}
 PARTS: list[list[dict[str, Any]]] = [
     [{}, {"refused_at": LONG_AGO, "expires_at": LATER}],
     [{}, LOCKED, {**LOCKED, "locked_until": LONG_AGO}],
-    [{}, {**STUCK, "stuck_code": "call_in_doubt"}, {**STUCK, "stuck_code": "unknown_recovery_point"}],
+    [
+        {},
+        {**STUCK, "stuck_code": "call_in_doubt"},
+        {**STUCK, "stuck_code": "unknown_recovery_point"},
+    ],
     [{}, {"acknowledged_at": LONG_AGO}, {"acknowledged_at": LATER}],
     [{}, {"created_at": LONG_AGO}, {"created_at": LONG_AGO, "last_run_at": LONG_AGO}],
     [{}, {"next_run_at": LONG_AGO}, {"next_run_at": LATER}],
@@ -34,7 +39,9 @@ PARTS: list[list[dict[str, Any]]] = [
 @pytest.fixture
 def every_row() -> int:
     """Create a key for each combination of column values; return the number of keys."""
-    rows = [{name: value for part in parts for name, value in part.items()} for parts in product(*PARTS)]
+    rows = [
+        {name: value for part in parts for name, value in part.items()} for parts in product(*PARTS)
+    ]
     over = {"finished_at": LONG_AGO, "recovery_point": FINISHED, "expires_at": LATER}
     rows += [row | over for row in rows if "stuck_at" not in row]
     IdempotencyKey.objects.bulk_create(IdempotencyKeyFactory.build(**row) for row in rows)
@@ -72,7 +79,9 @@ def test_the_completer_takes_abandoned_keys_and_those_that_a_deploy_left(every_r
         (STUCK | {"stuck_code": "x", "acknowledged_at": LONG_AGO}, KeyState.STUCK),
     ],
 )
-def test_of_several_marks_the_first_in_precedence_is_the_state(columns: dict[str, Any], state: KeyState) -> None:
+def test_of_several_marks_the_first_in_precedence_is_the_state(
+    columns: dict[str, Any], state: KeyState
+) -> None:
     IdempotencyKeyFactory(**columns)
     assert IdempotencyKey.objects.with_state().get().state == state
 
@@ -80,7 +89,11 @@ def test_of_several_marks_the_first_in_precedence_is_the_state(columns: dict[str
 @pytest.mark.parametrize("late", ["created_at", "last_run_at", "next_run_at"])
 def test_a_key_is_abandoned_when_it_is_old_idle_and_due(late: str) -> None:
     limits = conf.get()
-    seconds = {"created_at": limits.COMPLETER_MIN_AGE_SECONDS, "last_run_at": limits.COMPLETER_IDLE_SECONDS, "next_run_at": 0}
+    seconds = {
+        "created_at": limits.COMPLETER_MIN_AGE_SECONDS,
+        "last_run_at": limits.COMPLETER_IDLE_SECONDS,
+        "next_run_at": 0,
+    }
     due = {name: ago(seconds=needed + 30) for name, needed in seconds.items()}
     IdempotencyKeyFactory(**due)
     IdempotencyKeyFactory(**due | {late: ago(seconds=seconds[late] - 30)})

@@ -6,7 +6,8 @@ from oscar.apps.payment.exceptions import UnableToTakePayment
 
 
 def charge(amount, currency, idempotency_key=None):
-    """Charge the card of the customer, and return the bank's reference. The bank makes one charge for each key.
+    """Charge the card of the customer, and return the bank's reference. The bank makes one charge
+    for each key.
 
     Raises UnableToTakePayment if the bank declines the card.
     """

@@ -14,7 +14,10 @@ SECRET_KEY = "of an example, which is no secret"
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 ROOT_URLCONF = "shop.urls"
 DATABASES = {
-    "default": dj_database_url.config(default=f"sqlite:///{BASE_DIR.parent / 'shop.sqlite3'}") | {"ATOMIC_REQUESTS": True}
+    "default": (
+        dj_database_url.config(default=f"sqlite:///{BASE_DIR.parent / 'shop.sqlite3'}")
+        | {"ATOMIC_REQUESTS": True}
+    )
 }
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 LANGUAGE_CODE = "en-gb"
@@ -105,13 +108,19 @@ TEMPLATES = [
     }
 ]
 
-AUTHENTICATION_BACKENDS = ["oscar.apps.customer.auth_backends.EmailBackend", "django.contrib.auth.backends.ModelBackend"]
+AUTHENTICATION_BACKENDS = [
+    "oscar.apps.customer.auth_backends.EmailBackend",
+    "django.contrib.auth.backends.ModelBackend",
+]
 HAYSTACK_CONNECTIONS = {"default": {"ENGINE": "haystack.backends.simple_backend.SimpleEngine"}}
 
 OSCAR_SHOP_NAME = "Tea"
 OSCAR_ALLOW_ANON_CHECKOUT = True
 OSCAR_INITIAL_ORDER_STATUS = "Pending"
-OSCAR_ORDER_STATUS_PIPELINE = {"Pending": ("Being processed", "Cancelled"), "Being processed": ("Complete", "Cancelled")}
+OSCAR_ORDER_STATUS_PIPELINE = {
+    "Pending": ("Being processed", "Cancelled"),
+    "Being processed": ("Complete", "Cancelled"),
+}
 
 #: The bank that charges cards. Without it, customers get an invoice.
 BANK_URL = os.environ.get("BANK_URL")

@@ -1,4 +1,5 @@
-"""A bank: an HTTP server that makes one charge for each idempotency key. It can delay answers and decline cards."""
+"""A bank: an HTTP server that makes one charge for each idempotency key. It can delay answers and
+decline cards."""
 
 import json
 import threading

@@ -1,4 +1,5 @@
-"""Run the three shops (unprotected, plain, phased) as processes on a real PostgreSQL, each with its own database."""
+"""Run the three shops (unprotected, plain, phased) as processes on a real PostgreSQL, each with its
+own database."""
 
 import os
 import shutil
@@ -25,7 +26,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("unprotected", "plain", "phased")}
     for name, folder in folders.items():
         shutil.copy(EXAMPLE / "manage.py", folder)
-        shutil.copytree(EXAMPLE / "shop", folder / "shop", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            EXAMPLE / "shop", folder / "shop", ignore=shutil.ignore_patterns("__pycache__")
+        )
         if name != "unprotected":
             subprocess.run(
                 ["git", "apply", EXAMPLE / f"{name}.patch"],
@@ -56,7 +59,9 @@ def manage(sources: dict[str, Path]) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory, manage: Callable[..., str]) -> Iterator[Postgres]:
+def postgres(
+    tmp_path_factory: pytest.TempPathFactory, manage: Callable[..., str]
+) -> Iterator[Postgres]:
     """Run a PostgreSQL whose database ``rides`` is a migrated shop with one product."""
     with Postgres(tmp_path_factory.mktemp("postgres") / "data") as server:
         manage("plain", server.url, "migrate", "--verbosity", "0")
@@ -73,17 +78,26 @@ def bank() -> Iterator[Bank]:
 
 @pytest.fixture
 def open_shop(
-    postgres: Postgres, sources: dict[str, Path], manage: Callable[..., str], tmp_path: Path, bank: Bank
+    postgres: Postgres,
+    sources: dict[str, Path],
+    manage: Callable[..., str],
+    tmp_path: Path,
+    bank: Bank,
 ) -> Iterator[Callable[..., RunningShop]]:
-    """Return a function that starts a shop on a new database, with payment by card (``by_card``) or by invoice."""
+    """Return a function that starts a shop on a new database, with payment by card (``by_card``) or
+    by invoice."""
     opened: list[RunningShop] = []
 
     def open_(name: str, *, by_card: bool = False) -> RunningShop:
         database = f"shop_{next(NUMBERS)}"
-        with psycopg.connect(postgres_url(postgres.data, "postgres"), autocommit=True) as connection:
+        with psycopg.connect(
+            postgres_url(postgres.data, "postgres"), autocommit=True
+        ) as connection:
             connection.execute(f"CREATE DATABASE {database} TEMPLATE rides")
         url = postgres_url(postgres.data, database)
-        environment = {"DATABASE_URL": url, "PYTHONPATH": str(ROOT)} | ({"BANK_URL": bank.url} if by_card else {})
+        environment = {"DATABASE_URL": url, "PYTHONPATH": str(ROOT)} | (
+            {"BANK_URL": bank.url} if by_card else {}
+        )
 
         def run(*arguments: str) -> str:
             return manage(name, url, *arguments, **environment)

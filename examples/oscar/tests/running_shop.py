@@ -15,7 +15,10 @@ from psycopg import sql
 from rides_demo.processes.ports import free_port
 from rides_demo.processes.process import Process
 
-SESSIONS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+SESSIONS = (
+    "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+    " pg_backend_pid()"
+)
 AGE_KEYS = """
 from idempotency.models import IdempotencyKey
 from idempotency.testing import age
@@ -34,7 +37,14 @@ def eventually(condition: Callable[[], Any], seconds: float = 30) -> None:
 class RunningShop(Process):
     """One web server with eight threads. ``kill`` sends SIGKILL, ``start`` starts it again."""
 
-    def __init__(self, name: str, folder: Path, environment: Mapping[str, str], log: Path, manage: Callable[..., str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        environment: Mapping[str, str],
+        log: Path,
+        manage: Callable[..., str],
+    ) -> None:
         self.port = free_port()
         self.database = environment["DATABASE_URL"]
         self._manage = manage
@@ -50,7 +60,9 @@ class RunningShop(Process):
             "8",
             "--no-control-socket",
         ]
-        super().__init__(name, command, environment=os.environ | dict(environment), folder=folder, output=log)
+        super().__init__(
+            name, command, environment=os.environ | dict(environment), folder=folder, output=log
+        )
 
     def is_ready(self) -> bool:
         """Return whether the shop answers."""
@@ -60,7 +72,8 @@ class RunningShop(Process):
             return False
 
     def expire(self) -> None:
-        """Make all keys 400 seconds older: their locks are expired, and the completer may run them."""
+        """Make all keys 400 seconds older: their locks are expired, and the completer may run
+        them."""
         self._manage("shell", "--command", AGE_KEYS)
 
     def complete(self) -> None:
@@ -75,7 +88,11 @@ class RunningShop(Process):
 
     def count(self, what: str) -> int:
         """Return the number of orders, payments or keys."""
-        tables = {"orders": "order_order", "payments": "payment_source", "keys": "idempotency_idempotencykey"}
+        tables = {
+            "orders": "order_order",
+            "payments": "payment_source",
+            "keys": "idempotency_idempotencykey",
+        }
         with psycopg.connect(self.database) as connection:
             query = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(tables[what]))
             return int(connection.execute(query).fetchall()[0][0])
@@ -120,22 +137,31 @@ class Visitor:
 
     def page(self, path: str) -> str:
         """Return the text of a page in the visitor's language, after all redirects."""
-        return self._client.get(f"/{self.language}{path}", follow_redirects=True).raise_for_status().text
+        return (
+            self._client.get(f"/{self.language}{path}", follow_redirects=True)
+            .raise_for_status()
+            .text
+        )
 
     def follow(self, response: httpx.Response) -> str:
-        """Return the text of the page to which a redirect leads; that page must not redirect again."""
+        """Return the text of the page to which a redirect leads; that page must not redirect
+        again."""
         page = self._client.get(response.headers["Location"])
         assert page.status_code == 200
         return page.text
 
     def is_thanked(self, response: httpx.Response, number: str) -> bool:
         """Return whether a redirect leads to the thank-you page of an order."""
-        return "/checkout/thank-you/" in response.headers["Location"] and f"<strong>{number}</strong>" in self.follow(response)
+        return "/checkout/thank-you/" in response.headers[
+            "Location"
+        ] and f"<strong>{number}</strong>" in self.follow(response)
 
     def send(self, path: str, page: str, **fields: str) -> httpx.Response:
         """Send a form of a page, and do not follow a redirect."""
-        (token, *_) = re.findall(r'name="csrfmiddlewaretoken" value="(\w+)"', page)
-        return self._client.post(f"/{self.language}{path}", data={"csrfmiddlewaretoken": token} | fields)
+        token, *_ = re.findall(r'name="csrfmiddlewaretoken" value="(\w+)"', page)
+        return self._client.post(
+            f"/{self.language}{path}", data={"csrfmiddlewaretoken": token} | fields
+        )
 
     def fill_basket(self) -> None:
         """Put one product into the basket."""
@@ -143,11 +169,23 @@ class Visitor:
         assert self.send("/basket/add/1/", page, quantity="1").status_code == 302
 
     def go_to_preview(self) -> dict[str, str]:
-        """Go through the checkout to its last page, and return the fields of the form that places the order."""
+        """Go through the checkout to its last page, and return the fields of the form that places
+        the order."""
         page = self.page("/checkout/")
-        assert self.send("/checkout/", page, username="guest@example.com", options="anonymous").status_code == 302
+        assert (
+            self.send(
+                "/checkout/", page, username="guest@example.com", options="anonymous"
+            ).status_code
+            == 302
+        )
         page = self.page("/checkout/shipping-address/")
-        address = {"first_name": "A", "last_name": "Guest", "line1": "1 Road", "line4": "London", "postcode": "N1 9GU"}
+        address = {
+            "first_name": "A",
+            "last_name": "Guest",
+            "line1": "1 Road",
+            "line4": "London",
+            "postcode": "N1 9GU",
+        }
         assert self.send("/checkout/shipping-address/", page, **address).status_code == 302
         self.page("/checkout/shipping-method/")  # Oscar has one shipping method, and selects it.
         return self.form_of_preview()

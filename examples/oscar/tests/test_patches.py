@@ -1,4 +1,5 @@
-"""The patches are as small as the README says, and the patched shops pass ruff and Django's checks."""
+"""The patches are as small as the README says, and the patched shops pass ruff and Django's
+checks."""
 
 import subprocess
 import sys
@@ -20,9 +21,22 @@ def test_few_lines_are_changed(name: str, below: int) -> None:
 
 
 @BELOW
-def test_the_lines_are_formatted_as_ours_are(sources: dict[str, Path], name: str, below: int) -> None:
-    for command in (["check", "--config", f'src=["{sources[name]}", "{ROOT}"]'], ["format", "--check"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "ruff.toml", sources[name]]
+def test_the_lines_are_formatted_as_ours_are(
+    sources: dict[str, Path], name: str, below: int
+) -> None:
+    for command in (
+        ["check", "--config", f'src=["{sources[name]}", "{ROOT}"]'],
+        ["format", "--check"],
+    ):
+        ruff = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *command,
+            "--config",
+            ROOT / "ruff.toml",
+            sources[name],
+        ]
         done = subprocess.run(ruff, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -16,13 +16,18 @@ def charges(shop: RunningShop, bank: Bank) -> int:
     return len(bank.charges) if "BANK_URL" in (shop.environment or {}) else shop.count("payments")
 
 
-def thanks_for_the_only_order(visitor: Visitor, response: httpx.Response, shop: RunningShop) -> bool:
-    """Return whether a response redirects to the thank-you page of the only order, without a further redirect."""
+def thanks_for_the_only_order(
+    visitor: Visitor, response: httpx.Response, shop: RunningShop
+) -> bool:
+    """Return whether a response redirects to the thank-you page of the only order, without a
+    further redirect."""
     ((number,),) = shop.rows("SELECT number FROM order_order")
     return visitor.is_thanked(response, number)
 
 
-def test_an_unprotected_shop_charges_twice(open_shop: Callable[..., RunningShop], bank: Bank) -> None:
+def test_an_unprotected_shop_charges_twice(
+    open_shop: Callable[..., RunningShop], bank: Bank
+) -> None:
     shop = open_shop("unprotected", by_card=True)
     visitor = shop.visitor()
     form = visitor.go_to_preview()
@@ -30,9 +35,11 @@ def test_an_unprotected_shop_charges_twice(open_shop: Callable[..., RunningShop]
     with ThreadPoolExecutor() as threads:
         clicks = [threads.submit(visitor.place_order, form) for _ in range(2)]
         eventually(lambda: bank.charges)
-        eventually(shop.is_waiting_for_a_row)  # the row of the basket, which the other request has frozen
+        # the row of the basket, which the other request has frozen
+        eventually(shop.is_waiting_for_a_row)
         bank.answers.set()
-        assert sorted(click.result().status_code for click in clicks) == [200, 302]  # 200 is an error page
+        # 200 is an error page
+        assert sorted(click.result().status_code for click in clicks) == [200, 302]
     assert (shop.count("orders"), len(bank.charges)) == (1, 2)
 
 
@@ -68,7 +75,9 @@ def test_two_submits_at_once_make_one_order_and_one_charge(
 
 
 @PROTECTED
-def test_the_other_steps_need_no_key_and_an_order_does(open_shop: Callable[..., RunningShop], name: str, by_card: bool) -> None:
+def test_the_other_steps_need_no_key_and_an_order_does(
+    open_shop: Callable[..., RunningShop], name: str, by_card: bool
+) -> None:
     shop = open_shop(name, by_card=by_card)
     visitor = shop.visitor()
     form = visitor.go_to_preview()
@@ -80,7 +89,9 @@ def test_the_other_steps_need_no_key_and_an_order_does(open_shop: Callable[..., 
 
 
 @PROTECTED
-def test_the_next_basket_is_another_order(open_shop: Callable[..., RunningShop], bank: Bank, name: str, by_card: bool) -> None:
+def test_the_next_basket_is_another_order(
+    open_shop: Callable[..., RunningShop], bank: Bank, name: str, by_card: bool
+) -> None:
     shop = open_shop(name, by_card=by_card)
     visitor = shop.visitor()
     form = visitor.go_to_preview()
@@ -93,7 +104,9 @@ def test_the_next_basket_is_another_order(open_shop: Callable[..., RunningShop],
 
 
 @PROTECTED
-def test_only_who_has_its_address_sees_an_order(open_shop: Callable[..., RunningShop], name: str, by_card: bool) -> None:
+def test_only_who_has_its_address_sees_an_order(
+    open_shop: Callable[..., RunningShop], name: str, by_card: bool
+) -> None:
     shop = open_shop(name, by_card=by_card)
     visitor = shop.visitor()
     response = visitor.place_order(visitor.go_to_preview())

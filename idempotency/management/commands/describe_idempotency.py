@@ -1,4 +1,5 @@
-"""``manage.py describe_idempotency``: print the policy of each protected view, or the unprotected views."""
+"""``manage.py describe_idempotency``: print the policy of each protected view, or the unprotected
+views."""
 
 import json
 from collections.abc import Iterable
@@ -13,19 +14,28 @@ from idempotency.policy import Policy, Unprotected, policies, unprotected
 
 class Command(BaseCommand):
     help = (
-        "Print the policy of each protected view of the URLconf: its path and methods, the place and form of the key, the "
-        "stored statuses and the retention. With --unprotected, print the views that take unsafe methods without protection. "
-        "No database is queried. Exit status: 0 if printed, 2 for wrong usage."
+        "Print the policy of each protected view of the URLconf: its path and methods, the place"
+        " and form of the key, the stored statuses and the retention. With --unprotected, print the"
+        " views that take unsafe methods without protection. No database is queried. Exit status: 0"
+        " if printed, 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--json", action="store_true", help="Print a JSON array of objects.")
-        parser.add_argument("--unprotected", action="store_true", help="Print the unprotected views with unsafe methods.")
-        parser.add_argument("--urlconf", metavar="MODULE", help="The URLconf (default: ROOT_URLCONF).")
+        parser.add_argument(
+            "--unprotected",
+            action="store_true",
+            help="Print the unprotected views with unsafe methods.",
+        )
+        parser.add_argument(
+            "--urlconf", metavar="MODULE", help="The URLconf (default: ROOT_URLCONF)."
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
-            views: Iterable[Policy | Unprotected] = (unprotected if options["unprotected"] else policies)(options["urlconf"])
+            views: Iterable[Policy | Unprotected] = (
+                unprotected if options["unprotected"] else policies
+            )(options["urlconf"])
             found = list(views)
         except (ImportError, ImproperlyConfigured) as error:
             if options["urlconf"] is None:

@@ -7,10 +7,11 @@ from idempotency.models import StagedJob
 
 class Command(PassCommand):
     help = (
-        "Hand all due staged jobs to their broker, and delete their rows. Several instances of this command may run at once. "
-        "The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, or after "
-        "SIGTERM; 1 if the database or the broker cannot be reached; 2 for wrong usage; 3 "
-        "if a batch in a loop does not end after SIGTERM."
+        "Hand all due staged jobs to their broker, and delete their rows. Several instances of this"
+        " command may run at once. The command does one pass and exits, or repeats passes with"
+        " --loop. Exit status: 0 if the pass is done, or after SIGTERM; 1 if the database or the"
+        " broker cannot be reached; 2 for wrong usage; 3 if a batch in a loop does not end after"
+        " SIGTERM."
     )
     default_interval = 1.0
     model = StagedJob

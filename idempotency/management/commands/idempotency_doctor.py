@@ -1,4 +1,5 @@
-"""``manage.py idempotency_doctor``: find problems of the tables and the processes, and their cures."""
+"""``manage.py idempotency_doctor``: find problems of the tables and the processes, and their
+cures."""
 
 import json
 from dataclasses import asdict
@@ -14,9 +15,10 @@ from idempotency.monitoring.heartbeats import LOOPS, SILENT_SECONDS, silent_here
 
 class Command(BaseCommand):
     help = (
-        "Find stuck keys, processes that lag or have no heartbeat, and problems of the tables. Print what to do about each. "
-        "Nothing is written. With --process, check only the heartbeats of loops on this host, as a container probe. Exit "
-        "status: 0 if nothing is found; 1 if something is found or the database cannot be reached; 2 for wrong usage."
+        "Find stuck keys, processes that lag or have no heartbeat, and problems of the tables."
+        " Print what to do about each. Nothing is written. With --process, check only the"
+        " heartbeats of loops on this host, as a container probe. Exit status: 0 if nothing is"
+        " found; 1 if something is found or the database cannot be reached; 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -27,8 +29,10 @@ class Command(BaseCommand):
             nargs="+",
             choices=tuple(LOOPS),
             metavar="LOOP",
-            help=f"Exit with 1 if at least one of the named loops has written no heartbeat on this host in the last "
-            f"{SILENT_SECONDS:g} seconds. The loops are: {', '.join(LOOPS)}.",
+            help=(
+                "Exit with 1 if at least one of the named loops has written no heartbeat on this"
+                f" host in the last {SILENT_SECONDS:g} seconds. The loops are: {', '.join(LOOPS)}."
+            ),
         )
         add_database_argument(parser)
 
@@ -50,7 +54,9 @@ class Command(BaseCommand):
     def _probe(self, names: list[str], using: str) -> None:
         if silent := silent_here(names, using=using):
             raise CommandError(
-                f"No heartbeat of {', '.join(silent)} on this host. See the log of the loop for the reason.", returncode=1
+                f"No heartbeat of {', '.join(silent)} on this host. See the log of the loop for the"
+                " reason.",
+                returncode=1,
             )
         self.stdout.write("Heartbeats found.")
 
@@ -59,9 +65,14 @@ class Command(BaseCommand):
             if name != "processes":
                 self.stdout.write(f"{name.replace('_', ' ')}: {'-' if value is None else value}")
         for process in diagnosis.measured["processes"]:
-            self.stdout.write(f"{process['name']} on {process['process']}: last heartbeat {process['lag_seconds']:g} s ago")
+            self.stdout.write(
+                f"{process['name']} on {process['process']}: last heartbeat"
+                f" {process['lag_seconds']:g} s ago"
+            )
         for finding in diagnosis.findings:
-            self.stdout.write(f"\n{self.style.ERROR(finding.code)}: {finding.seen}\n    {finding.cure}")
+            self.stdout.write(
+                f"\n{self.style.ERROR(finding.code)}: {finding.seen}\n    {finding.cure}"
+            )
         for unknown in diagnosis.cannot_tell:
             self.stdout.write(f"\nCannot tell: {unknown}")
         self.stdout.write(f"\n{len(diagnosis.findings)} found.")

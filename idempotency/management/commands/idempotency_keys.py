@@ -22,7 +22,8 @@ from idempotency.management.passes import add_database_argument, database_of, wh
 from idempotency.models import DownstreamCall, IdempotencyKey
 
 _STATES = {state.value.replace(" ", "-"): state for state in KeyState}
-#: The fields that ``show`` prints. The key, the seed, the token, the headers and the bodies are secrets.
+#: The fields that ``show`` prints. The key, the seed, the token, the headers and the bodies are
+#: secrets.
 _SHOWN = (
     "pk", "scope", "user_id", "request_method", "request_path", "remote_addr", "recovery_point", "attempts",
     "completer_attempts", "created_at", "last_run_at", "next_run_at", "locked_until", "stuck_at", "stuck_code", "stuck_reason",
@@ -30,48 +31,102 @@ _SHOWN = (
 )  # fmt: skip
 #: Each action: its help, the word of its result, and the function of ``interventions``.
 _ACTIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "complete": ("Run requests now, each from its last recovery point.", "completed", interventions.complete_now),
-    "answer": ("Finish keys with a response of yours, which each retry then gets.", "answered", interventions.answer),
-    "release": ("Release the locks of keys, as if their leases had ended.", "released", interventions.release_lock),
+    "complete": (
+        "Run requests now, each from its last recovery point.",
+        "completed",
+        interventions.complete_now,
+    ),
+    "answer": (
+        "Finish keys with a response of yours, which each retry then gets.",
+        "answered",
+        interventions.answer,
+    ),
+    "release": (
+        "Release the locks of keys, as if their leases had ended.",
+        "released",
+        interventions.release_lock,
+    ),
     "hand-back": ("Hand keys back to the completer.", "handed back", interventions.hand_back),
-    "acknowledge": ("Take stuck keys off the list of keys for review.", "acknowledged", interventions.acknowledge),
+    "acknowledge": (
+        "Take stuck keys off the list of keys for review.",
+        "acknowledged",
+        interventions.acknowledge,
+    ),
 }
 
 
 class Command(BaseCommand):
     help = (
-        "List idempotency keys, those for manual review first (list), show one (show), or intervene: complete, answer, "
-        "release, hand-back and acknowledge do what the buttons of the admin do. The output contains no secret of a client. "
-        "Exit status: 0 if done; 1 if the database cannot be reached, a key is missing, or a key was not changed, because a "
-        "run or another operator has changed it, or its state does not permit the action; 2 for wrong usage."
+        "List idempotency keys, those for manual review first (list), show one (show), or"
+        " intervene: complete, answer, release, hand-back and acknowledge do what the buttons of"
+        " the admin do. The output contains no secret of a client. Exit status: 0 if done; 1 if the"
+        " database cannot be reached, a key is missing, or a key was not changed, because a run or"
+        " another operator has changed it, or its state does not permit the action; 2 for wrong"
+        " usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         common = argparse.ArgumentParser(add_help=False)
         add_database_argument(common)
-        actions = parser.add_subparsers(dest="action", required=True, parser_class=argparse.ArgumentParser)
+        actions = parser.add_subparsers(
+            dest="action", required=True, parser_class=argparse.ArgumentParser
+        )
         listing = actions.add_parser(
-            "list", parents=[common, _filters()], help="Print a line for each key: id, state, code, method, path, error."
+            "list",
+            parents=[common, _filters()],
+            help="Print a line for each key: id, state, code, method, path, error.",
         )
         listing.add_argument(
-            "--limit", type=whole_number, default=100, metavar="N", help="Maximum number of lines (default: %(default)s)."
+            "--limit",
+            type=whole_number,
+            default=100,
+            metavar="N",
+            help="Maximum number of lines (default: %(default)s).",
         )
         listing.add_argument("--json", action="store_true", help="Print a JSON array of objects.")
-        shown = actions.add_parser("show", parents=[common], help="Print what is known of one key, and its calls.")
+        shown = actions.add_parser(
+            "show", parents=[common], help="Print what is known of one key, and its calls."
+        )
         shown.add_argument("ids", nargs=1, type=int, metavar="ID", help="The id of the key.")
         shown.add_argument("--json", action="store_true", help="Print a JSON object.")
         for name, (text, _, _) in _ACTIONS.items():
             action = actions.add_parser(name, parents=[common, _filters()], help=text)
-            action.add_argument("ids", nargs="*", default=[], type=int, metavar="ID", help="The ids of the keys.")
-            action.add_argument("--all", action="store_true", help="All keys that the filters select, instead of ids.")
+            action.add_argument(
+                "ids", nargs="*", default=[], type=int, metavar="ID", help="The ids of the keys."
+            )
+            action.add_argument(
+                "--all",
+                action="store_true",
+                help="All keys that the filters select, instead of ids.",
+            )
             action.add_argument("--yes", action="store_true", help="Do not ask for a confirmation.")
-            action.add_argument("--by", metavar="NAME", help="Your name, for the history (default: that of the system user).")
-            action.add_argument("--note", default="", metavar="TEXT", help="Your finding, for the history.")
+            action.add_argument(
+                "--by",
+                metavar="NAME",
+                help="Your name, for the history (default: that of the system user).",
+            )
+            action.add_argument(
+                "--note", default="", metavar="TEXT", help="Your finding, for the history."
+            )
             if name == "answer":
-                action.add_argument("--status", type=int, required=True, metavar="CODE", help="The status: a 2xx or a 4xx.")
-                action.add_argument("--body", default="", metavar="TEXT", help="The body; @FILE reads it from a file.")
                 action.add_argument(
-                    "--content-type", default="application/json", metavar="TYPE", help="Its type (default: %(default)s)."
+                    "--status",
+                    type=int,
+                    required=True,
+                    metavar="CODE",
+                    help="The status: a 2xx or a 4xx.",
+                )
+                action.add_argument(
+                    "--body",
+                    default="",
+                    metavar="TEXT",
+                    help="The body; @FILE reads it from a file.",
+                )
+                action.add_argument(
+                    "--content-type",
+                    default="application/json",
+                    metavar="TYPE",
+                    help="Its type (default: %(default)s).",
                 )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -92,14 +147,22 @@ class Command(BaseCommand):
 
     def _show(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
         (key,) = self._chosen(keys, options)
-        calls = DownstreamCall.objects.using(options["database"]).filter(key_id=key.pk).order_by("started_at")
-        described = _described(key) | {"calls": list(calls.values("name", "started_at", "recorded_at"))}
+        calls = (
+            DownstreamCall.objects.using(options["database"])
+            .filter(key_id=key.pk)
+            .order_by("started_at")
+        )
+        described = _described(key) | {
+            "calls": list(calls.values("name", "started_at", "recorded_at"))
+        }
         if options["json"]:
             self.stdout.write(_json(described))
             return
         for name, value in described.items():
             if value not in (None, "", []):
-                self.stdout.write(f"{name}: {escaped(value if isinstance(value, str) else _json(value))}")
+                self.stdout.write(
+                    f"{name}: {escaped(value if isinstance(value, str) else _json(value))}"
+                )
 
     def _intervene(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
         text, done, act = _ACTIONS[options["action"]]
@@ -111,8 +174,8 @@ class Command(BaseCommand):
         self.stdout.write(f"idempotency_keys: {changed} {done}")
         if left := len(chosen) - changed:
             raise CommandError(
-                f"idempotency_keys: {left} not changed: a run or another operator has changed them, or their state does not "
-                f"permit the action (see idempotency_keys show).",
+                f"idempotency_keys: {left} not changed: a run or another operator has changed them,"
+                " or their state does not permit the action (see idempotency_keys show).",
                 returncode=1,
             )
 
@@ -122,31 +185,44 @@ class Command(BaseCommand):
             self.stdout.write(f"{key.pk}: {result}")
         return bool(result)
 
-    def _chosen(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> list[IdempotencyKey]:
-        """Return the keys of the action. Raises CommandError if an id is unknown, and for neither or both of ids and --all."""
+    def _chosen(
+        self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]
+    ) -> list[IdempotencyKey]:
+        """Return the keys of the action. Raises CommandError if an id is unknown, and for neither
+        or both of ids and --all."""
         ids = options["ids"]
         if bool(ids) == bool(options.get("all")):
             raise CommandError("Give the ids of the keys, or --all with filters.", returncode=2)
         if not ids:
             return list(_filtered(keys, options))
-        if any(options.get(name) is not None for name in ("state", "code", "path", "user", "min_age")):
-            raise CommandError("Filters select keys for --all; they do not apply to ids.", returncode=2)
+        if any(
+            options.get(name) is not None for name in ("state", "code", "path", "user", "min_age")
+        ):
+            raise CommandError(
+                "Filters select keys for --all; they do not apply to ids.", returncode=2
+            )
         found = list(keys.with_state().filter(pk__in=ids).order_by("pk"))
         if missing := set(ids) - {key.pk for key in found}:
             raise CommandError(f"idempotency_keys: no key has the id {min(missing)}.", returncode=1)
         return found
 
     def _confirm(self, text: str, chosen: list[IdempotencyKey], options: dict[str, Any]) -> None:
-        """Ask before anything changes. Raises CommandError if the answer is no, or if nobody can answer."""
+        """Ask before anything changes. Raises CommandError if the answer is no, or if nobody can
+        answer."""
         if options["yes"] or not chosen:
             return
         if not sys.stdin.isatty():
-            raise CommandError("idempotency_keys: this is no terminal: confirm with --yes.", returncode=2)
+            raise CommandError(
+                "idempotency_keys: this is no terminal: confirm with --yes.", returncode=2
+            )
         for key in chosen[:20]:
             self.stdout.write(_line(key))
         if len(chosen) > 20:
             self.stdout.write(f"... and {len(chosen) - 20} more")
-        if input(f"{text} {len(chosen)} in all. Continue? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input(f"{text} {len(chosen)} in all. Continue? [y/N] ").strip().lower() not in (
+            "y",
+            "yes",
+        ):
             raise CommandError("idempotency_keys: nothing was changed.", returncode=1)
 
 
@@ -156,13 +232,18 @@ def _filters() -> argparse.ArgumentParser:
     filters.add_argument("--state", choices=tuple(_STATES), help="The state of the keys.")
     filters.add_argument("--code", help="The stuck code.")
     filters.add_argument("--path", metavar="TEXT", help="A part of the path.")
-    filters.add_argument("--user", metavar="NAME", help="The user name, or the primary key of the user.")
-    filters.add_argument("--min-age", type=int, metavar="SECONDS", help="Keys that were created longer ago.")
+    filters.add_argument(
+        "--user", metavar="NAME", help="The user name, or the primary key of the user."
+    )
+    filters.add_argument(
+        "--min-age", type=int, metavar="SECONDS", help="Keys that were created longer ago."
+    )
     return parser
 
 
 def _filtered(keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> IdempotencyKeyQuerySet:
-    """Return the keys that the filters select, each with its state, those for manual review first."""
+    """Return the keys that the filters select, each with its state, those for manual review
+    first."""
     if options["state"]:
         keys = keys.in_state(_STATES[options["state"]])
     if options["code"]:
@@ -179,7 +260,11 @@ def _filtered(keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> Idempote
 def _user(name: str) -> Any:
     """Return the primary key of the user. Raises CommandError if there is no such user."""
     model = get_user_model()
-    pk = model._default_manager.filter(**{model.USERNAME_FIELD: name}).values_list("pk", flat=True).first()
+    pk = (
+        model._default_manager.filter(**{model.USERNAME_FIELD: name})
+        .values_list("pk", flat=True)
+        .first()
+    )
     try:
         return pk if pk is not None else model._meta.pk.to_python(name)
     except Exception:
@@ -196,12 +281,28 @@ def _response(options: dict[str, Any]) -> HttpResponse:
 
 
 def _prepared(
-    act: Callable[..., Any], key: IdempotencyKey, response: HttpResponse | None, options: dict[str, Any]
+    act: Callable[..., Any],
+    key: IdempotencyKey,
+    response: HttpResponse | None,
+    options: dict[str, Any],
 ) -> Callable[[], Any]:
-    """Return the action on a key, in the state that the operator sees. A later run, phase or call prevents it."""
+    """Return the action on a key, in the state that the operator sees. A later run, phase or call
+    prevents it."""
     using, by = options["database"], options["by"] or _system_user()
-    act = partial(act, key.pk, key.claim_token, at=key.recovery_point, note=options["note"], using=using, by=by)
-    return partial(act, response=response, calls=interventions.calls_of(key.pk, using=using)) if response is not None else act
+    act = partial(
+        act,
+        key.pk,
+        key.claim_token,
+        at=key.recovery_point,
+        note=options["note"],
+        using=using,
+        by=by,
+    )
+    return (
+        partial(act, response=response, calls=interventions.calls_of(key.pk, using=using))
+        if response is not None
+        else act
+    )
 
 
 def _system_user() -> str:
@@ -216,7 +317,10 @@ def _described(key: IdempotencyKey) -> dict[str, Any]:
 
 
 def _line(key: IdempotencyKey) -> str:
-    path, error = key.request_path[:120], " ".join((key.stuck_reason or key.last_error).split())[:120]
+    path, error = (
+        key.request_path[:120],
+        " ".join((key.stuck_reason or key.last_error).split())[:120],
+    )
     shown = (str(key.pk), key.state, key.stuck_code, key.request_method, path, error)  # type: ignore[attr-defined]
     return escaped("  ".join(filter(None, shown)))
 

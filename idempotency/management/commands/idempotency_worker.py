@@ -1,4 +1,5 @@
-"""``manage.py idempotency_worker``: run enqueuer, completer and reaper with one command, for small sites."""
+"""``manage.py idempotency_worker``: run enqueuer, completer and reaper with one command, for small
+sites."""
 
 import logging
 import os
@@ -15,7 +16,12 @@ from django.utils.autoreload import get_child_arguments
 from idempotency.management.commands import complete_keys, enqueue_jobs, reap_keys
 from idempotency.management.failures import refuse_second_alias
 from idempotency.management.loop import EXIT_HUNG, PARENT_VARIABLE, StopSignal, end_seconds
-from idempotency.management.passes import add_concurrency_argument, add_database_argument, database_of, seconds
+from idempotency.management.passes import (
+    add_concurrency_argument,
+    add_database_argument,
+    database_of,
+    seconds,
+)
 from idempotency.monitoring.heartbeats import COMPLETER, ENQUEUER, REAPER
 
 logger = logging.getLogger("idempotency")
@@ -37,8 +43,9 @@ class Command(BaseCommand):
     """Run the three loops, each in a process of its own, and start again those that end."""
 
     help = (
-        "Run enqueue_jobs, complete_keys and reap_keys, each in a process of its own, until SIGTERM. A loop that ends is "
-        "started again. Exit status: 0 after SIGTERM; 2 for wrong usage; 3 if a run did not end after SIGTERM."
+        "Run enqueue_jobs, complete_keys and reap_keys, each in a process of its own, until"
+        " SIGTERM. A loop that ends is started again. Exit status: 0 after SIGTERM; 2 for wrong"
+        " usage; 3 if a run did not end after SIGTERM."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -69,7 +76,11 @@ class Command(BaseCommand):
             while not stop.requested(_ASK_SECONDS):
                 for name, child in children.items():
                     if child.poll() is not None:
-                        logger.warning("%s ended with the status %d, and is started again", name, child.returncode)
+                        logger.warning(
+                            "%s ended with the status %d, and is started again",
+                            name,
+                            child.returncode,
+                        )
                         if stop.requested(_RESTART_SECONDS):
                             break
                         children[name] = start(name)
@@ -78,11 +89,23 @@ class Command(BaseCommand):
 
     def _command(self, name: str, options: dict[str, Any]) -> list[str]:
         """Return the command line of a loop."""
-        given = {"interval": options[_LOOPS[name][0]], "database": options["database"], "verbosity": options["verbosity"]}
-        given |= {option: options[option] for option in ("settings", "pythonpath") if options.get(option)}
+        given = {
+            "interval": options[_LOOPS[name][0]],
+            "database": options["database"],
+            "verbosity": options["verbosity"],
+        }
+        given |= {
+            option: options[option] for option in ("settings", "pythonpath") if options.get(option)
+        }
         if name == COMPLETER:
             given["concurrency"] = options["concurrency"]
-        return [*_program(), name, "--loop", "--skip-checks", *(f"--{option}={value}" for option, value in given.items())]
+        return [
+            *_program(),
+            name,
+            "--loop",
+            "--skip-checks",
+            *(f"--{option}={value}" for option, value in given.items()),
+        ]
 
 
 def _is_main_program() -> bool:
@@ -101,7 +124,10 @@ def _program() -> list[str]:
 def _environment() -> dict[str, str]:
     if _is_main_program():
         return {}
-    return {"DJANGO_SETTINGS_MODULE": settings.SETTINGS_MODULE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {
+        "DJANGO_SETTINGS_MODULE": settings.SETTINGS_MODULE,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
 
 def _have_ended(children: "list[subprocess.Popen[bytes]]") -> bool:

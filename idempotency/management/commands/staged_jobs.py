@@ -21,35 +21,53 @@ from idempotency.models import ProcessedMessage, StagedJob
 
 class Command(BaseCommand):
     help = (
-        "List the staged jobs, failed ones first (list), hand failed jobs over again (retry), delete failed jobs (purge), or "
-        "print the backlog (stats). Exit status: 0 if done; 1 if the database cannot be reached or a job is not among the "
-        "failed ones; 2 for wrong usage."
+        "List the staged jobs, failed ones first (list), hand failed jobs over again (retry),"
+        " delete failed jobs (purge), or print the backlog (stats). Exit status: 0 if done; 1 if"
+        " the database cannot be reached or a job is not among the failed ones; 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         database = argparse.ArgumentParser(add_help=False)
         add_database_argument(database)
-        actions = parser.add_subparsers(dest="action", required=True, parser_class=argparse.ArgumentParser)
+        actions = parser.add_subparsers(
+            dest="action", required=True, parser_class=argparse.ArgumentParser
+        )
         listing = actions.add_parser(
             "list",
             parents=[database],
-            help="Print a line for each job: state, id, hand-overs, refusals, queue, name, error. First come the jobs whose "
-            "on_commit hooks failed. They took effect, and are not staged any more.",
+            help=(
+                "Print a line for each job: state, id, hand-overs, refusals, queue, name, error."
+                " First come the jobs whose on_commit hooks failed. They took effect, and are not"
+                " staged any more."
+            ),
         )
         listing.add_argument("--failed", action="store_true", help="Print only failed jobs.")
         listing.add_argument(
-            "--limit", type=whole_number, default=100, metavar="N", help="Maximum number of lines (default: %(default)s)."
+            "--limit",
+            type=whole_number,
+            default=100,
+            metavar="N",
+            help="Maximum number of lines (default: %(default)s).",
         )
         for name, text in (
-            ("retry", "Make failed jobs due again, and reset their counts of hand-overs and refusals."),
+            (
+                "retry",
+                "Make failed jobs due again, and reset their counts of hand-overs and refusals.",
+            ),
             ("purge", "Delete failed jobs, and the errors of on_commit hooks."),
         ):
             action = actions.add_parser(name, parents=[database], help=text)
             which = action.add_mutually_exclusive_group(required=True)
-            which.add_argument("ids", nargs="*", default=[], type=UUID, metavar="ID", help="The ids of the jobs.")
+            which.add_argument(
+                "ids", nargs="*", default=[], type=UUID, metavar="ID", help="The ids of the jobs."
+            )
             which.add_argument("--all", action="store_true", help="All failed jobs.")
-        stats = actions.add_parser("stats", parents=[database], help="Print the backlog in one line.")
-        stats.add_argument("--json", action="store_true", help="Print a JSON object, for monitoring.")
+        stats = actions.add_parser(
+            "stats", parents=[database], help="Print the backlog in one line."
+        )
+        stats.add_argument(
+            "--json", action="store_true", help="Print a JSON object, for monitoring."
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = database_of(options, StagedJob)
@@ -57,17 +75,32 @@ class Command(BaseCommand):
             getattr(self, options["action"])(using, options)
 
     def list(self, using: str, options: dict[str, Any]) -> None:
-        done = ProcessedMessage.objects.using(using).filter(HOOKS_FAILED).order_by("processed_at")[: options["limit"]]
+        done = (
+            ProcessedMessage.objects.using(using)
+            .filter(HOOKS_FAILED)
+            .order_by("processed_at")[: options["limit"]]
+        )
         for message in done:
-            self.stdout.write(escaped(f"hook failed  {message.message_id}  {' '.join(message.hook_error.split())[:160]}"))
-        jobs = StagedJob.objects.using(using).order_by(F("failed_at").asc(nulls_last=True), "run_at", "pk")
+            self.stdout.write(
+                escaped(
+                    f"hook failed  {message.message_id} "
+                    f" {' '.join(message.hook_error.split())[:160]}"
+                )
+            )
+        jobs = StagedJob.objects.using(using).order_by(
+            F("failed_at").asc(nulls_last=True), "run_at", "pk"
+        )
         if options["failed"]:
             jobs = jobs.filter(failed_at__isnull=False)
         for job in jobs[: options["limit"] - len(done)]:
             state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
             error = " ".join(job.last_error.split())[:120]
             counts = f"{job.hand_overs} hand-overs  {job.refusals} refusals"
-            self.stdout.write(escaped(f"{state}  {job.pk}  {counts}  {job.queue}  {job.job_name}  {error}".rstrip()))
+            self.stdout.write(
+                escaped(
+                    f"{state}  {job.pk}  {counts}  {job.queue}  {job.job_name}  {error}".rstrip()
+                )
+            )
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
         self._conclude("made due again", retry_jobs(_chosen(options), using=using), options)
@@ -84,14 +117,19 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(asdict(waiting)))
         else:
             oldest = f"{waiting.oldest_seconds:.1f} s"
-            self.stdout.write(f"staged_jobs: {waiting.depth} due, the oldest for {oldest}, {waiting.failed} failed")
+            self.stdout.write(
+                f"staged_jobs: {waiting.depth} due, the oldest for {oldest}, {waiting.failed}"
+                " failed"
+            )
 
     def _conclude(self, done: str, count: int, options: dict[str, Any]) -> None:
-        """Print the number of jobs. Raises CommandError if an id is not that of a failed job, or if its job is running now."""
+        """Print the number of jobs. Raises CommandError if an id is not that of a failed job, or if
+        its job is running now."""
         self.stdout.write(f"staged_jobs: {count} {done}")
         if missing := len(set(options["ids"])) - count if not options["all"] else 0:
             raise CommandError(
-                f"staged_jobs: {missing} of the ids are not failed jobs, or are running now (see staged_jobs list --failed).",
+                f"staged_jobs: {missing} of the ids are not failed jobs, or are running now (see"
+                " staged_jobs list --failed).",
                 returncode=1,
             )
 

@@ -24,15 +24,30 @@ from rides_demo.simulator.simulation import FAULTS, STRIPE_DOWN, STRIPE_FAULTS
 
 class Command(BaseCommand):
     name = "demo"
-    help = "Start all processes in a temporary folder, book rides under faults, and check that the data is consistent."
+    help = (
+        "Start all processes in a temporary folder, book rides under faults, and check that the"
+        " data is consistent."
+    )
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--requests", type=int, default=400, help="number of bookings (default: 400)")
-        parser.add_argument("--concurrency", type=int, default=8, help="number of parallel clients (default: 8)")
-        parser.add_argument("--faults", default="all", help="all, none, or a list of faults (default: all)")
+        parser.add_argument(
+            "--requests", type=int, default=400, help="number of bookings (default: 400)"
+        )
+        parser.add_argument(
+            "--concurrency", type=int, default=8, help="number of parallel clients (default: 8)"
+        )
+        parser.add_argument(
+            "--faults", default="all", help="all, none, or a list of faults (default: all)"
+        )
         parser.add_argument("--seed", type=int, default=1, help="seed of the schedule (default: 1)")
-        parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the report to this file")
+        parser.add_argument(
+            "--json",
+            type=Path,
+            default=None,
+            metavar="FILE",
+            help="also write the report to this file",
+        )
 
     def handle(self, *args: object, json: Path | None, **options: object) -> None:
         stop_on_signals()
@@ -56,7 +71,9 @@ class Command(BaseCommand):
         shutil.rmtree(folder, ignore_errors=True)
         self.stdout.write(f"{self.name}: ok")
 
-    def _simulate(self, folder: Path, log_file: Path, report: Path | None, options: dict[str, object]) -> int:
+    def _simulate(
+        self, folder: Path, log_file: Path, report: Path | None, options: dict[str, object]
+    ) -> int:
         with log_file.open("w", buffering=1) as log:
 
             def say(line: str) -> None:
@@ -64,7 +81,10 @@ class Command(BaseCommand):
                 with suppress(OSError, ValueError):
                     log.write(line + "\n")
 
-            self.stdout.write("starting PostgreSQL, Redis, the Stripe sandbox, web, enqueuer, worker, completer, reaper")
+            self.stdout.write(
+                "starting PostgreSQL, Redis, the Stripe sandbox, web, enqueuer, worker, completer,"
+                " reaper"
+            )
             with self.service(folder, say, options) as supervisor:
                 self.stdout.write(f"ready: {supervisor.url}/")
                 self.stdout.flush()
@@ -74,7 +94,9 @@ class Command(BaseCommand):
                     *self.arguments(supervisor, options),
                 )  # fmt: skip
                 environment = supervisor.environment | self.direct(supervisor)
-                return subprocess.run(command, env=environment, cwd=BASE_FOLDER, check=False).returncode
+                return subprocess.run(
+                    command, env=environment, cwd=BASE_FOLDER, check=False
+                ).returncode
 
     def service(
         self, folder: Path, say: Callable[[str], None], options: dict[str, object]
@@ -85,15 +107,32 @@ class Command(BaseCommand):
 
     def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:
         """Return the arguments of the simulator."""
-        faults = within_reach(supervisor.processes) if options["faults"] == "all" else str(options["faults"])
-        return ["--base-url", supervisor.url, "--faults", faults, "--requests", str(options["requests"])]
+        faults = (
+            within_reach(supervisor.processes)
+            if options["faults"] == "all"
+            else str(options["faults"])
+        )
+        return [
+            "--base-url",
+            supervisor.url,
+            "--faults",
+            faults,
+            "--requests",
+            str(options["requests"]),
+        ]
 
     def direct(self, supervisor: Supervisor) -> dict[str, str]:
-        """Return the environment variables of the simulator that differ from those of the processes."""
+        """Return the environment variables of the simulator that differ from those of the
+        processes."""
         return {}
 
 
 def within_reach(processes: Collection[str], faults: Collection[str] = FAULTS) -> str:
-    """Return the ``faults`` that are possible with these processes: the demo does not crash external services."""
-    victims = VICTIMS | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN, HANG), "sandbox") | {LIMITS: "postgres"}
+    """Return the ``faults`` that are possible with these processes: the demo does not crash
+    external services."""
+    victims = (
+        VICTIMS
+        | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN, HANG), "sandbox")
+        | {LIMITS: "postgres"}
+    )
     return ",".join(fault for fault in faults if victims.get(fault, "web") in processes)

@@ -19,7 +19,10 @@ RIDERS = (
 
 
 class Command(BaseCommand):
-    help = "Create jane, joe and max with their Stripe customers, and the superuser admin/admin. Can be repeated."
+    help = (
+        "Create jane, joe and max with their Stripe customers, and the superuser admin/admin. Can"
+        " be repeated."
+    )
 
     def handle(self, *args: object, **options: object) -> None:
         for shard in (alias for alias in SHARDS.values() if alias in settings.DATABASES):
@@ -40,9 +43,13 @@ class Command(BaseCommand):
         if not user.stripe_customer_id or settings.STRIPE_API_BASE:
             row = f"seed {user.pk} {email} {user.date_joined.isoformat()}"
             try:
-                user.stripe_customer_id = payments.create_customer(email, source, hashlib.sha256(row.encode()).hexdigest())
+                user.stripe_customer_id = payments.create_customer(
+                    email, source, hashlib.sha256(row.encode()).hexdigest()
+                )
             except stripe.StripeError as error:
                 where = settings.STRIPE_API_BASE or "Stripe"
-                raise CommandError(f"The customer of {email} could not be created at {where}: {error}") from error
+                raise CommandError(
+                    f"The customer of {email} could not be created at {where}: {error}"
+                ) from error
         user.api_token_hash = User.hash_token(token)
         user.save(update_fields=["stripe_customer_id", "api_token_hash"])

@@ -13,18 +13,29 @@ from rides_demo.processes import web_workers
 from rides_demo.processes.process import ProcessError
 from rides_demo.processes.supervisor import SHORT_LIMITS, Supervisor
 
-#: A browser repeats a request automatically if a reused connection is lost. Without keep-alive, each request has a new
-#: connection, so the browser does not repeat the request and the page shows the error.
+#: A browser repeats a request automatically if a reused connection is lost. Without keep-alive,
+#: each request has a new connection, so the browser does not repeat the request and the page shows
+#: the error.
 NO_KEEP_ALIVE = "--keep-alive 0"
 
 
 class Command(BaseCommand):
-    help = "Run all processes of Rocket Rides, including PostgreSQL, Redis and the Stripe sandbox, until Ctrl-C."
+    help = (
+        "Run all processes of Rocket Rides, including PostgreSQL, Redis and the Stripe sandbox,"
+        " until Ctrl-C."
+    )
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        ports = {"type": int, "choices": range(1, 65536), "metavar": "PORT", "default": settings.PORT}
-        parser.add_argument("--port", **ports, help="loopback port of the web server (default: PORT)")
+        ports = {
+            "type": int,
+            "choices": range(1, 65536),
+            "metavar": "PORT",
+            "default": settings.PORT,
+        }
+        parser.add_argument(
+            "--port", **ports, help="loopback port of the web server (default: PORT)"
+        )
 
     def handle(self, *args: object, port: int, **options: object) -> None:
         stopped = stop_on_signals()
@@ -54,8 +65,14 @@ class Command(BaseCommand):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of ``make serve``: short limits, and the button that kills a web worker."""
-    return SHORT_LIMITS | {"GUNICORN_CMD_ARGS": NO_KEEP_ALIVE} | os.environ | {web_workers.SUPERVISOR: str(os.getpid())}
+    """Return the environment of ``make serve``: short limits, and the button that kills a web
+    worker."""
+    return (
+        SHORT_LIMITS
+        | {"GUNICORN_CMD_ARGS": NO_KEEP_ALIVE}
+        | os.environ
+        | {web_workers.SUPERVISOR: str(os.getpid())}
+    )
 
 
 def stop_on_signals() -> threading.Event:

@@ -30,7 +30,10 @@ SHARD_B = "rides_b"
 
 class Command(demo.Command):
     name = "soak"
-    help = "Start all processes, book rides for some minutes under all faults, and check that the data is consistent."
+    help = (
+        "Start all processes, book rides for some minutes under all faults, and check that the data"
+        " is consistent."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
@@ -39,28 +42,48 @@ class Command(demo.Command):
             default=os.environ.get("MINUTES") or "10",
             help="length of the soak (default: MINUTES, or 10)",
         )
-        parser.add_argument("--concurrency", type=int, default=16, help="number of parallel clients (default: 16)")
-        parser.add_argument("--faults", default="all", help="all, none, or a list of faults (default: all)")
         parser.add_argument(
-            "--seed", type=int, default=os.environ.get("SEED") or None, help="seed of the schedule (default: SEED, or random)"
+            "--concurrency", type=int, default=16, help="number of parallel clients (default: 16)"
         )
-        parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the report to this file")
+        parser.add_argument(
+            "--faults", default="all", help="all, none, or a list of faults (default: all)"
+        )
+        parser.add_argument(
+            "--seed",
+            type=int,
+            default=os.environ.get("SEED") or None,
+            help="seed of the schedule (default: SEED, or random)",
+        )
+        parser.add_argument(
+            "--json",
+            type=Path,
+            default=None,
+            metavar="FILE",
+            help="also write the report to this file",
+        )
 
     def handle(self, *args: object, **options: object) -> None:
         if options["seed"] is None:
             options["seed"] = random.SystemRandom().randrange(10**6)
-        self.stdout.write(f"to run this again: MINUTES={options['minutes']:g} SEED={options['seed']} make soak")
+        self.stdout.write(
+            f"to run this again: MINUTES={options['minutes']:g} SEED={options['seed']} make soak"
+        )
         super().handle(*args, **options)
 
     @contextmanager
-    def service(self, folder: Path, say: Callable[[str], None], options: dict[str, object]) -> Iterator[Supervisor]:
-        """Run the processes behind proxies, with a wrong clock in one web worker, and with a standby for failovers.
+    def service(
+        self, folder: Path, say: Callable[[str], None], options: dict[str, object]
+    ) -> Iterator[Supervisor]:
+        """Run the processes behind proxies, with a wrong clock in one web worker, and with a
+        standby for failovers.
 
-        Unless the environment names a database, there are two tenants, each with a database, and the role of the processes
-        has time limits.
+        Unless the environment names a database, there are two tenants, each with a database, and
+        the role of the processes has time limits.
         """
         chosen = {*str(options["faults"]).split(",")}
-        environment = SHORT_LIMITS | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
+        environment = (
+            SHORT_LIMITS | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
+        )
         if {"all", WRONG_CLOCK} & chosen:
             environment["GUNICORN_CMD_ARGS"] = "--config python:rides_demo.simulator.wrong_clock"
         postgres: type[Postgres | PostgresPair] = Postgres

@@ -1,1 +1,2 @@
-"""A project with django-tenants, whose tenants are schemas of Citus. The settings are from the guide."""
+"""A project with django-tenants, whose tenants are schemas of Citus. The settings are from the
+guide."""

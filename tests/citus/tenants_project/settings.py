@@ -9,7 +9,12 @@ SECRET_KEY = "not a secret"
 ALLOWED_HOSTS = ["*"]
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-DATABASES = {"default": dj_database_url.parse(os.environ["CITUS_URL"]) | {"ENGINE": "django_tenants.postgresql_backend"}}
+DATABASES = {
+    "default": (
+        dj_database_url.parse(os.environ["CITUS_URL"])
+        | {"ENGINE": "django_tenants.postgresql_backend"}
+    )
+}
 DATABASE_ROUTERS = ["django_tenants.routers.TenantSyncRouter"]
 SHARED_APPS = ["django_tenants", f"{_ROOT}.customers"]
 TENANT_APPS = ["django.contrib.contenttypes", "django.contrib.auth", "idempotency", f"{_ROOT}.shop"]

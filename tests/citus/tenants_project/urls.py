@@ -37,7 +37,8 @@ def plain(request: HttpRequest) -> HttpResponseBase:
 
 @idempotent(recovery_points=[], scope=everybody)
 def phased(request: HttpRequest) -> HttpResponseBase:
-    """Create an order in a phase; fail before it if the header X-Fail is set, which the completer does not send."""
+    """Create an order in a phase; fail before it if the header X-Fail is set, which the completer
+    does not send."""
     key = request.idempotency_key
     for _ in key.phases():
         if "X-Fail" in request.headers:

@@ -11,7 +11,9 @@ class Order(models.Model):
     """What a view has done."""
 
     name = models.CharField(max_length=100, unique=True)
-    idempotency_key = models.OneToOneField("idempotency.IdempotencyKey", null=True, on_delete=models.SET_NULL, related_name="+")
+    idempotency_key = models.OneToOneField(
+        "idempotency.IdempotencyKey", null=True, on_delete=models.SET_NULL, related_name="+"
+    )
 
     def __str__(self) -> str:
         return self.name

@@ -14,8 +14,11 @@ class TwoDatabases:
 
     db_for_write = db_for_read
 
-    def allow_migrate(self, db: str, app_label: str, model_name: str | None = None, **hints: Any) -> bool:
-        """Create the tables of this app in the default database only, and of the model in the second one only."""
+    def allow_migrate(
+        self, db: str, app_label: str, model_name: str | None = None, **hints: Any
+    ) -> bool:
+        """Create the tables of this app in the default database only, and of the model in the
+        second one only."""
         return (model_name == "elsewhere") == (db == "other")
 
 

@@ -19,5 +19,8 @@ urlpatterns = [
     path("upload/", views.upload),
     path("webhook/", views.webhook),
     path("admin/", admin.site.urls),
-    *(path(prefix, include(module)) for prefix, module in getattr(settings, "EXTRA_URLS", {}).items()),
+    *(
+        path(prefix, include(module))
+        for prefix, module in getattr(settings, "EXTRA_URLS", {}).items()
+    ),
 ]

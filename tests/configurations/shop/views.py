@@ -109,7 +109,9 @@ class Method(View):
 async def coroutine(request: HttpRequest) -> HttpResponse:
     """Write an order."""
     user = await request.auser()
-    order = await Order.objects.acreate(name=name_of(request), idempotency_key=request.idempotency_key)
+    order = await Order.objects.acreate(
+        name=name_of(request), idempotency_key=request.idempotency_key
+    )
     await sync_to_async(happen)("after write")
     return JsonResponse({"id": order.pk, "user": str(user.pk)}, status=201)
 

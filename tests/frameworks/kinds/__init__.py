@@ -1,4 +1,5 @@
-"""The kinds of view of the table: each makes, of the same work, the view that its framework's users would write."""
+"""The kinds of view of the table: each makes, of the same work, the view that its framework's users
+would write."""
 
 from tests.frameworks.kinds import django_views, ninja_views, rest_views
 from tests.frameworks.kinds.base import Job, Kind
@@ -23,6 +24,6 @@ KINDS = [
     Kind("Ninja async", ninja_views.async_operation, 401, by_token=True),
 ]
 
-#: One kind of each family. The other kinds are called by the same adapters: they run the cases marked ``adapter``, and all
-#: cases in ``make test-all``.
+#: One kind of each family. The other kinds are called by the same adapters: they run the cases
+#: marked ``adapter``, and all cases in ``make test-all``.
 FAMILIES = {"function", "async function", "form", "DRF APIView", "Ninja"}

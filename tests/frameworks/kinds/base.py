@@ -22,7 +22,8 @@ Errors = dict[type[Refusal], Callable[[], Exception]]
 
 @dataclass(frozen=True)
 class Job:
-    """What a view is to do: its work in one go, or in phases with a downstream call between the first and the last."""
+    """What a view is to do: its work in one go, or in phases with a downstream call between the
+    first and the last."""
 
     work: Work
     options: dict[str, Any]
@@ -32,7 +33,11 @@ class Job:
 
     def protect(self, decorate: Any = idempotent, **options: Any) -> Any:
         """Return the decorator with the options of this view."""
-        return decorate(**self.options, **options, **({"recovery_points": ["made", "called"]} if self.phased else {}))
+        return decorate(
+            **self.options,
+            **options,
+            **({"recovery_points": ["made", "called"]} if self.phased else {}),
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,15 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, Js
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from tests.frameworks.kinds.base import Errors, Job, Patterns, async_body_of, at_both, body_of, dressed
+from tests.frameworks.kinds.base import (
+    Errors,
+    Job,
+    Patterns,
+    async_body_of,
+    at_both,
+    body_of,
+    dressed,
+)
 from tests.frameworks.work import Forbidden, Invalid, Missing, Reply
 
 DJANGO_ERRORS: Errors = {
@@ -19,7 +27,11 @@ DJANGO_ERRORS: Errors = {
 
 def django_answer(request: HttpRequest, reply: Reply) -> HttpResponseBase:
     """Answer as Django's views do."""
-    response = HttpResponse(status=reply.status) if reply.data is None else JsonResponse(reply.data, status=reply.status)
+    response = (
+        HttpResponse(status=reply.status)
+        if reply.data is None
+        else JsonResponse(reply.data, status=reply.status)
+    )
     return dressed(response, reply)
 
 

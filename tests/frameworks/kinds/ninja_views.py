@@ -35,12 +35,15 @@ class AsyncToken(HttpBearer):
 
     async def authenticate(self, request: HttpRequest, token: str) -> User | None:
         """Return the user of the token."""
-        return await User.objects.filter(api_token_hash=User.hash_token(token), is_active=True).afirst()
+        return await User.objects.filter(
+            api_token_hash=User.hash_token(token), is_active=True
+        ).afirst()
 
 
 def _ninja_answer(job: Job) -> Answer:
     def answer(request: HttpRequest, reply: Reply) -> Any:
-        # A phase stores a response, and only a response can redirect; else an operation returns what Ninja makes one of.
+        # A phase stores a response, and only a response can redirect; else an operation returns
+        # what Ninja makes one of.
         if job.phased or reply.headers or reply.cookies:
             return django_answer(request, reply)
         return Status(reply.status, reply.data)

@@ -43,7 +43,8 @@ class Bearer(BaseAuthentication):
 
 
 def rest_answer(request: Any, reply: Reply) -> HttpResponseBase:
-    """Answer as the views of DRF do: what is rendered later, in a format that the client has asked for."""
+    """Answer as the views of DRF do: what is rendered later, in a format that the client has asked
+    for."""
     return dressed(Response(reply.data, status=reply.status), reply)
 
 
