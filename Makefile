@@ -247,7 +247,7 @@ matrix:
 	echo "$$ended of $(words $(CELLS)) cells were run"; \
 	$(call end,matrix)
 
-# On stderr bandit warns of each nosec that some other part of the same statement did not need.
+# Ruff's S608 finds what bandit's B608 does. On stderr bandit warns of a nosec that a part of its statement did not need.
 lint:
 	$(call set-up,lint,lint)
 	@$(steps); \
@@ -255,7 +255,7 @@ lint:
 	step $(PY) -m ruff format --check; \
 	step $(PY) -m mypy; \
 	step .venv/bin/lint-imports; \
-	step sh -c '$(PY) -m bandit --quiet --recursive idempotency 2>/dev/null'; \
+	step sh -c '$(PY) -m bandit --quiet --skip B608 --recursive idempotency 2>/dev/null'; \
 	step env DATABASE_URL=sqlite://:memory: $(PY) manage.py makemigrations --check --dry-run; \
 	$(call end,lint)
 

@@ -17,9 +17,7 @@ from idempotency import conf
 from idempotency.exceptions import StuckCode
 
 if TYPE_CHECKING:
-    from idempotency.models import (
-        IdempotencyKey,
-    )  # noqa: F401 - the base class below names it in a string
+    from idempotency.models import IdempotencyKey  # noqa: F401 - a base class below names it
 
 
 #: The longest wait between two runs of one key. With it, 25 attempts span three days: a long

@@ -126,10 +126,10 @@ def _protected(view: View, options: Options) -> View:
         hasattr(view, "login_url") and hasattr(view, "redirect_field_name")
     ):
         raise TypeError(f"{getattr(view, '__name__', view)}" + OUTSIDE)
-    if type(getattr(view, "__self__", None)).__module__.startswith("ninja."):
-        raise TypeError(
-            f"{view.__self__.view_func.__name__}{OUTSIDE} Use idempotency.contrib.ninja.idempotent."
-        )  # type: ignore[attr-defined]
+    owner: Any = getattr(view, "__self__", None)
+    if type(owner).__module__.startswith("ninja."):
+        name = owner.view_func.__name__
+        raise TypeError(f"{name}{OUTSIDE} Use idempotency.contrib.ninja.idempotent.")
 
     @wraps(view)
     def protected(*args: Any, **kwargs: Any) -> Any:

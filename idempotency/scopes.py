@@ -29,6 +29,7 @@ _IDENTIFIERS = (str, int, UUID)
 #: The prefix of the scopes of a project's ``scope=`` function, so that they never equal
 #: ``user:<pk>`` and the others here.
 PROJECT_PREFIX = "scope="
+_SESSION_SCOPE = "idempotency_scope"
 #: The attribute of a request that ``set_other_sender()`` sets.
 _OTHER_SENDER = "_idempotency_other_sender"
 
@@ -59,38 +60,43 @@ def session(request: HttpRequest) -> str:
             " another scope=."
         )
         return ""
-    if "idempotency_scope" not in store:
+    if _SESSION_SCOPE not in store:
         if store.session_key is None:  # Loading a deleted session resets its key.
             return ""
-        if store.modified and store.session_key != request.COOKIES.get(
-            settings.SESSION_COOKIE_NAME
-        ):
+        cookie = request.COOKIES.get(settings.SESSION_COOKIE_NAME)
+        if store.modified and store.session_key != cookie:
             logger.warning(
                 "No scope: the session was created by this request, and a client that gets no"
                 " answer does not get its cookie. Create the session earlier, for example with the"
                 " page from which the request is sent."
             )
             return ""
-        # A separate store: the other changes of this request are saved with its response, or not at
-        # all.
-        saved = type(store)(store.session_key)
-        if "idempotency_scope" not in saved:
-            if saved.session_key is None:
-                return ""
-            saved["idempotency_scope"] = salted_hmac(
-                "idempotency.scope", saved.session_key, algorithm="sha256"
-            ).hexdigest()
-            try:
-                saved.save()
-            except UpdateError:
-                # At a high isolation level, save() also fails if another first request has just
-                # saved the same id.
-                if "idempotency_scope" not in type(store)(saved.session_key):
-                    raise
+        if not (scope := _saved_scope(store)):
+            return ""
         modified = store.modified
-        store["idempotency_scope"] = saved["idempotency_scope"]
+        store[_SESSION_SCOPE] = scope
         store.modified = modified
-    return f"session:{store['idempotency_scope']}"
+    return f"session:{store[_SESSION_SCOPE]}"
+
+
+def _saved_scope(store: Any) -> str:
+    """Return the scope of a session, after it was saved in a separate store. The other changes of
+    the request are saved with its response, or not at all."""
+    saved = type(store)(store.session_key)
+    if _SESSION_SCOPE not in saved:
+        if saved.session_key is None:
+            return ""
+        digest = salted_hmac("idempotency.scope", saved.session_key, algorithm="sha256")
+        saved[_SESSION_SCOPE] = digest.hexdigest()
+        try:
+            saved.save()
+        except UpdateError:
+            # At a high isolation level, save() also fails if another first request has just
+            # saved the same id.
+            if _SESSION_SCOPE not in type(store)(saved.session_key):
+                raise
+    scope: str = saved[_SESSION_SCOPE]
+    return scope
 
 
 def user_or_session(request: HttpRequest) -> str:
@@ -134,19 +140,18 @@ def attribute(path: str) -> Scope:
             owner, value = value, getattr(value, name, None)
         if value is None or value == "":
             return ""
-        kind = next(
-            (each.__name__.lower() for each in _IDENTIFIERS if isinstance(value, each)), None
-        )
+        kinds = (each.__name__.lower() for each in _IDENTIFIERS if isinstance(value, each))
+        kind = next(kinds, None)
         if kind is None or isinstance(value, bool):
             raise TypeError(
                 f"The scope attribute({path!r}) found a {type(value).__name__}, not an identifier."
                 f" Name a string, an integer or a UUID in it, such as {path + '.pk'!r}, or pass"
                 " scope= a function that returns one."
             )
-        # A proxy has the rows of its concrete model.
-        label = (
-            f"{owner._meta.concrete_model._meta.label_lower}:" if isinstance(owner, Model) else ""
-        )  # type: ignore[union-attr]
+        label = ""
+        if isinstance(owner, Model):  # A proxy has the rows of its concrete model.
+            concrete: Any = owner._meta.concrete_model
+            label = f"{concrete._meta.label_lower}:"
         return f"request.{path}:{label}{kind}:{value}"
 
     scope.reads = (path,)  # type: ignore[attr-defined]
@@ -163,9 +168,8 @@ def joined(*scopes: Scope) -> Scope:
         return "".join(f"{len(part)}:{part}" for part in parts) if all(parts) else ""
 
     # With a user among them, no other attribute is needed to identify the sender.
-    scope.reads = (
-        () if user in scopes else tuple(path for part in scopes for path in reads_of(part))
-    )  # type: ignore[attr-defined]
+    paths = tuple(path for part in scopes for path in reads_of(part))
+    scope.reads = () if user in scopes else paths  # type: ignore[attr-defined]
     return scope
 
 
@@ -198,13 +202,8 @@ def _named(scope: Scope, request: HttpRequest) -> str:
 def user_of(request: HttpRequest) -> Any:
     """Return the signed-in user, or None."""
     who = getattr(request, "user", None)
-    if getattr(request, _OTHER_SENDER, False):
-        return None
-    return (
-        who
-        if isinstance(who, _user_model(settings.AUTH_USER_MODEL)) and who.pk is not None
-        else None
-    )
+    is_user = isinstance(who, _user_model(settings.AUTH_USER_MODEL)) and who.pk is not None
+    return who if is_user and not getattr(request, _OTHER_SENDER, False) else None
 
 
 @cache

@@ -30,10 +30,11 @@ WITH held AS MATERIALIZED (
     SELECT pid FROM held WHERE objsubid = 1 AND (classid << 32 | objid) = {KEY_LOCK}
 ), mark AS (
     SELECT pid FROM held WHERE objsubid = 2 AND classid = {MARK_KEY}::bigint & 4294967295
-    AND objid <> {MARK_REQUEST}::bigint & 4294967295 AND objid >> 24 = ({MARK_REQUEST}::bigint & 4294967295) >> 24
+    AND objid <> {MARK_REQUEST}::bigint & 4294967295
+    AND objid >> 24 = ({MARK_REQUEST}::bigint & 4294967295) >> 24
 )
 SELECT EXISTS (SELECT 1 FROM lock), EXISTS (SELECT 1 FROM lock JOIN mark USING (pid))
-"""  # nosec B608  # see the docstring
+"""
 
 
 def way_of(fingerprint: str) -> str:

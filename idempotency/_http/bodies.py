@@ -3,6 +3,7 @@
 import json
 import re
 from copy import copy
+from functools import partial
 from io import BytesIO
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -48,11 +49,9 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
         return body, content_type
     # Code of the project runs below: the upload handlers.
     whole: Hidden[bytes | None] = Hidden(getattr(request, "_body", None))
-    if (
-        whole.value is None
-        and request._read_started
-        and not isinstance(getattr(request, "_post", None), QueryDict)
-    ):  # type: ignore[attr-defined]
+    was_read = request._read_started  # type: ignore[attr-defined]
+    post = getattr(request, "_post", None)
+    if whole.value is None and was_read and not isinstance(post, QueryDict):
         raise RawPostDataException(_CONSUMED)
     if not hasattr(request, "_post"):
         _parse_once(request, framework=framework)
@@ -90,9 +89,8 @@ class RereadableStream:
         stream: Any = request._stream
         is_file = hasattr(stream, "seekable") and stream.seekable()
         size = settings.FILE_UPLOAD_MAX_MEMORY_SIZE or 1  # 0 is no limit.
-        self._file = (
-            stream if is_file else SpooledTemporaryFile(size, dir=settings.FILE_UPLOAD_TEMP_DIR)
-        )  # noqa: SIM115
+        spooled = partial(SpooledTemporaryFile, size, dir=settings.FILE_UPLOAD_TEMP_DIR)
+        self._file = stream if is_file else spooled()
         #: The stream to read from, until the first ``rewind()``.
         self.source = None if is_file else stream
         close = request.close

@@ -103,7 +103,8 @@ class BulkAdmin(ReadOnlyAdmin):
     def question_url(self, action: BulkAction, *rows: Any) -> str:
         """Return the URL of the confirmation of an action on these rows."""
         ids = ",".join(str(row.pk).replace("-", "") for row in rows)
-        return f"{reverse(f'{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk', args=(action.name,))}?{IDS}={ids}"
+        view = f"{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk"
+        return f"{reverse(view, args=(action.name,))}?{IDS}={ids}"
 
     def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
         """Show the confirmation for all rows that match the query. Each confirmed POST processes

@@ -100,7 +100,7 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
     table = connection.ops.quote_name(TrafficCount._meta.db_table)
     values = ", ".join(["(%s, %s, %s)"] * len(rows))
     statement = (
-        f"INSERT INTO {table} (minute, kind, count) VALUES {values} "  # noqa: S608  # nosec B608  # the name of a table
+        f"INSERT INTO {table} (minute, kind, count) VALUES {values} "  # noqa: S608  # the name of a table
         f"ON CONFLICT (minute, kind) DO UPDATE SET count = {table}.count + excluded.count"
     )
     # Django does not close a connection that is opened after the end of a request. A broken

@@ -289,12 +289,10 @@ def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
 def _other_databases(view: Protected) -> set[str]:
     """Return the databases, other than that of the key, that have a transaction of ATOMIC_REQUESTS
     in this view."""
-    layers = [
-        layer for handler in handlers(view.callback, *view.methods) for layer in wrapped(handler)
-    ]
-    protected = next(
-        (layer.__wrapped__ for layer in reversed(layers) if hasattr(layer, "idempotency")), None
-    )  # type: ignore[attr-defined]
+    methods = handlers(view.callback, *view.methods)
+    layers: list[Any] = [layer for handler in methods for layer in wrapped(handler)]
+    ours = (layer.__wrapped__ for layer in reversed(layers) if hasattr(layer, "idempotency"))
+    protected = next(ours, None)
     aliases = set(atomic_aliases(protected))
     using = view.options.using
     if callable(using):

@@ -78,7 +78,9 @@ class IdempotentAdapter(HTTPAdapter):
 
 
 def make_session(retries: Retries | None = None, **options: Any) -> requests.Session:
-    """Return a requests.Session with IdempotentAdapters for http:// and https://; ``options`` are those of HTTPAdapter."""
+    """Return a requests.Session with IdempotentAdapters for http:// and https://.
+
+    ``options`` are those of HTTPAdapter."""
     session = requests.Session()
     for prefix in ("http://", "https://"):
         session.mount(prefix, IdempotentAdapter(retries, **options))

@@ -61,11 +61,10 @@ class Table:
     def raw(self) -> list[tuple[Any, ...]]:
         """Return the rows as the database stores them, for ``replace()``."""
         connection = connections[self.alias]
-        table, pk = map(
-            connection.ops.quote_name, (self.model._meta.db_table, str(self.model._meta.pk.column))
-        )
+        names = self.model._meta.db_table, str(self.model._meta.pk.column)
+        table, pk = map(connection.ops.quote_name, names)
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {self.columns} FROM {table} ORDER BY {pk}")  # noqa: S608  # nosec B608  # quoted names of the models' own
+            cursor.execute(f"SELECT {self.columns} FROM {table} ORDER BY {pk}")  # noqa: S608  # quoted names of the models' own
             return [
                 tuple(bytes(v) if isinstance(v, memoryview) else v for v in row)
                 for row in cursor.fetchall()
@@ -78,9 +77,9 @@ class Table:
         table = quote(self.model._meta.db_table)
         places = ", ".join(["%s"] * len(self.fields))
         with connection.cursor() as cursor:
-            cursor.execute(f"DELETE FROM {table}")  # noqa: S608  # nosec B608  # quoted names of the models' own
+            cursor.execute(f"DELETE FROM {table}")  # noqa: S608  # quoted names of the models' own
             if rows:
-                cursor.executemany(f"INSERT INTO {table} ({self.columns}) VALUES ({places})", rows)  # noqa: S608  # nosec B608  # quoted names of the models' own
+                cursor.executemany(f"INSERT INTO {table} ({self.columns}) VALUES ({places})", rows)  # noqa: S608  # quoted names of the models' own
 
     def read(self) -> Rows:
         """Return the rows as Python values."""

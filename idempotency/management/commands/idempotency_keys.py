@@ -25,33 +25,22 @@ _STATES = {state.value.replace(" ", "-"): state for state in KeyState}
 #: The fields that ``show`` prints. The key, the seed, the token, the headers and the bodies are
 #: secrets.
 _SHOWN = (
-    "pk", "scope", "user_id", "request_method", "request_path", "remote_addr", "recovery_point", "attempts",
-    "completer_attempts", "created_at", "last_run_at", "next_run_at", "locked_until", "stuck_at", "stuck_code", "stuck_reason",
-    "last_error", "acknowledged_at", "handed_back_at", "refused_at", "finished_at", "expires_at", "response_code", "history",
+    "scope", "user_id", "request_method", "request_path", "remote_addr", "recovery_point",
+    "attempts", "completer_attempts", "created_at", "last_run_at", "next_run_at", "locked_until",
+    "stuck_at", "stuck_code", "stuck_reason", "last_error", "acknowledged_at", "handed_back_at",
+    "refused_at", "finished_at", "expires_at", "response_code", "history",
 )  # fmt: skip
+_COMPLETE = "Run requests now, each from its last recovery point."
+_ANSWER = "Finish keys with a response of yours, which each retry then gets."
+_RELEASE = "Release the locks of keys, as if their leases had ended."
+_ACKNOWLEDGE = "Take stuck keys off the list of keys for review."
 #: Each action: its help, the word of its result, and the function of ``interventions``.
 _ACTIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "complete": (
-        "Run requests now, each from its last recovery point.",
-        "completed",
-        interventions.complete_now,
-    ),
-    "answer": (
-        "Finish keys with a response of yours, which each retry then gets.",
-        "answered",
-        interventions.answer,
-    ),
-    "release": (
-        "Release the locks of keys, as if their leases had ended.",
-        "released",
-        interventions.release_lock,
-    ),
+    "complete": (_COMPLETE, "completed", interventions.complete_now),
+    "answer": (_ANSWER, "answered", interventions.answer),
+    "release": (_RELEASE, "released", interventions.release_lock),
     "hand-back": ("Hand keys back to the completer.", "handed back", interventions.hand_back),
-    "acknowledge": (
-        "Take stuck keys off the list of keys for review.",
-        "acknowledged",
-        interventions.acknowledge,
-    ),
+    "acknowledge": (_ACKNOWLEDGE, "acknowledged", interventions.acknowledge),
 }
 
 
@@ -71,63 +60,31 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(
             dest="action", required=True, parser_class=argparse.ArgumentParser
         )
-        listing = actions.add_parser(
-            "list",
-            parents=[common, _filters()],
-            help="Print a line for each key: id, state, code, method, path, error.",
-        )
-        listing.add_argument(
-            "--limit",
-            type=whole_number,
-            default=100,
-            metavar="N",
-            help="Maximum number of lines (default: %(default)s).",
-        )
-        listing.add_argument("--json", action="store_true", help="Print a JSON array of objects.")
-        shown = actions.add_parser(
-            "show", parents=[common], help="Print what is known of one key, and its calls."
-        )
-        shown.add_argument("ids", nargs=1, type=int, metavar="ID", help="The id of the key.")
-        shown.add_argument("--json", action="store_true", help="Print a JSON object.")
+        text = "Print a line for each key: id, state, code, method, path, error."
+        add = actions.add_parser("list", parents=[common, _filters()], help=text).add_argument
+        text = "Maximum number of lines (default: %(default)s)."
+        add("--limit", type=whole_number, default=100, metavar="N", help=text)
+        add("--json", action="store_true", help="Print a JSON array of objects.")
+        text = "Print what is known of one key, and its calls."
+        add = actions.add_parser("show", parents=[common], help=text).add_argument
+        add("ids", nargs=1, type=int, metavar="ID", help="The id of the key.")
+        add("--json", action="store_true", help="Print a JSON object.")
         for name, (text, _, _) in _ACTIONS.items():
-            action = actions.add_parser(name, parents=[common, _filters()], help=text)
-            action.add_argument(
-                "ids", nargs="*", default=[], type=int, metavar="ID", help="The ids of the keys."
-            )
-            action.add_argument(
-                "--all",
-                action="store_true",
-                help="All keys that the filters select, instead of ids.",
-            )
-            action.add_argument("--yes", action="store_true", help="Do not ask for a confirmation.")
-            action.add_argument(
-                "--by",
-                metavar="NAME",
-                help="Your name, for the history (default: that of the system user).",
-            )
-            action.add_argument(
-                "--note", default="", metavar="TEXT", help="Your finding, for the history."
-            )
+            add = actions.add_parser(name, parents=[common, _filters()], help=text).add_argument
+            add("ids", nargs="*", default=[], type=int, metavar="ID", help="The ids of the keys.")
+            text = "All keys that the filters select, instead of ids."
+            add("--all", action="store_true", help=text)
+            add("--yes", action="store_true", help="Do not ask for a confirmation.")
+            text = "Your name, for the history (default: that of the system user)."
+            add("--by", metavar="NAME", help=text)
+            add("--note", default="", metavar="TEXT", help="Your finding, for the history.")
             if name == "answer":
-                action.add_argument(
-                    "--status",
-                    type=int,
-                    required=True,
-                    metavar="CODE",
-                    help="The status: a 2xx or a 4xx.",
-                )
-                action.add_argument(
-                    "--body",
-                    default="",
-                    metavar="TEXT",
-                    help="The body; @FILE reads it from a file.",
-                )
-                action.add_argument(
-                    "--content-type",
-                    default="application/json",
-                    metavar="TYPE",
-                    help="Its type (default: %(default)s).",
-                )
+                text = "The status: a 2xx or a 4xx."
+                add("--status", type=int, required=True, metavar="CODE", help=text)
+                text = "The body; @FILE reads it from a file."
+                add("--body", default="", metavar="TEXT", help=text)
+                text = "Its type (default: %(default)s)."
+                add("--content-type", default="application/json", metavar="TYPE", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
         options["database"] = using = database_of(options)
@@ -147,22 +104,16 @@ class Command(BaseCommand):
 
     def _show(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
         (key,) = self._chosen(keys, options)
-        calls = (
-            DownstreamCall.objects.using(options["database"])
-            .filter(key_id=key.pk)
-            .order_by("started_at")
-        )
-        described = _described(key) | {
-            "calls": list(calls.values("name", "started_at", "recorded_at"))
-        }
+        calls = DownstreamCall.objects.using(options["database"]).filter(key_id=key.pk)
+        values = calls.order_by("started_at").values("name", "started_at", "recorded_at")
+        described = _described(key) | {"calls": list(values)}
         if options["json"]:
             self.stdout.write(_json(described))
             return
         for name, value in described.items():
             if value not in (None, "", []):
-                self.stdout.write(
-                    f"{name}: {escaped(value if isinstance(value, str) else _json(value))}"
-                )
+                text = value if isinstance(value, str) else _json(value)
+                self.stdout.write(f"{name}: {escaped(text)}")
 
     def _intervene(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
         text, done, act = _ACTIONS[options["action"]]
@@ -195,12 +146,10 @@ class Command(BaseCommand):
             raise CommandError("Give the ids of the keys, or --all with filters.", returncode=2)
         if not ids:
             return list(_filtered(keys, options))
-        if any(
-            options.get(name) is not None for name in ("state", "code", "path", "user", "min_age")
-        ):
-            raise CommandError(
-                "Filters select keys for --all; they do not apply to ids.", returncode=2
-            )
+        filters = ("state", "code", "path", "user", "min_age")
+        if any(options.get(name) is not None for name in filters):
+            text = "Filters select keys for --all; they do not apply to ids."
+            raise CommandError(text, returncode=2)
         found = list(keys.with_state().filter(pk__in=ids).order_by("pk"))
         if missing := set(ids) - {key.pk for key in found}:
             raise CommandError(f"idempotency_keys: no key has the id {min(missing)}.", returncode=1)
@@ -212,32 +161,25 @@ class Command(BaseCommand):
         if options["yes"] or not chosen:
             return
         if not sys.stdin.isatty():
-            raise CommandError(
-                "idempotency_keys: this is no terminal: confirm with --yes.", returncode=2
-            )
+            error = "idempotency_keys: this is no terminal: confirm with --yes."
+            raise CommandError(error, returncode=2)
         for key in chosen[:20]:
             self.stdout.write(_line(key))
         if len(chosen) > 20:
             self.stdout.write(f"... and {len(chosen) - 20} more")
-        if input(f"{text} {len(chosen)} in all. Continue? [y/N] ").strip().lower() not in (
-            "y",
-            "yes",
-        ):
+        answer = input(f"{text} {len(chosen)} in all. Continue? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
             raise CommandError("idempotency_keys: nothing was changed.", returncode=1)
 
 
 def _filters() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    filters = parser.add_argument_group("filters")
-    filters.add_argument("--state", choices=tuple(_STATES), help="The state of the keys.")
-    filters.add_argument("--code", help="The stuck code.")
-    filters.add_argument("--path", metavar="TEXT", help="A part of the path.")
-    filters.add_argument(
-        "--user", metavar="NAME", help="The user name, or the primary key of the user."
-    )
-    filters.add_argument(
-        "--min-age", type=int, metavar="SECONDS", help="Keys that were created longer ago."
-    )
+    add = parser.add_argument_group("filters").add_argument
+    add("--state", choices=tuple(_STATES), help="The state of the keys.")
+    add("--code", help="The stuck code.")
+    add("--path", metavar="TEXT", help="A part of the path.")
+    add("--user", metavar="NAME", help="The user name, or the primary key of the user.")
+    add("--min-age", type=int, metavar="SECONDS", help="Keys that were created longer ago.")
     return parser
 
 
@@ -260,11 +202,8 @@ def _filtered(keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> Idempote
 def _user(name: str) -> Any:
     """Return the primary key of the user. Raises CommandError if there is no such user."""
     model = get_user_model()
-    pk = (
-        model._default_manager.filter(**{model.USERNAME_FIELD: name})
-        .values_list("pk", flat=True)
-        .first()
-    )
+    users = model._default_manager.filter(**{model.USERNAME_FIELD: name})
+    pk = users.values_list("pk", flat=True).first()
     try:
         return pk if pk is not None else model._meta.pk.to_python(name)
     except Exception:
@@ -289,20 +228,11 @@ def _prepared(
     """Return the action on a key, in the state that the operator sees. A later run, phase or call
     prevents it."""
     using, by = options["database"], options["by"] or _system_user()
-    act = partial(
-        act,
-        key.pk,
-        key.claim_token,
-        at=key.recovery_point,
-        note=options["note"],
-        using=using,
-        by=by,
-    )
-    return (
-        partial(act, response=response, calls=interventions.calls_of(key.pk, using=using))
-        if response is not None
-        else act
-    )
+    shared = {"at": key.recovery_point, "note": options["note"], "using": using, "by": by}
+    if response is not None:
+        calls = interventions.calls_of(key.pk, using=using)
+        shared |= {"response": response, "calls": calls}
+    return partial(act, key.pk, key.claim_token, **shared)
 
 
 def _system_user() -> str:
@@ -313,14 +243,12 @@ def _system_user() -> str:
 
 
 def _described(key: IdempotencyKey) -> dict[str, Any]:
-    return {"id": key.pk, "state": key.state} | {name: getattr(key, name) for name in _SHOWN[1:]}  # type: ignore[attr-defined]
+    return {"id": key.pk, "state": key.state} | {name: getattr(key, name) for name in _SHOWN}  # type: ignore[attr-defined]
 
 
 def _line(key: IdempotencyKey) -> str:
-    path, error = (
-        key.request_path[:120],
-        " ".join((key.stuck_reason or key.last_error).split())[:120],
-    )
+    path = key.request_path[:120]
+    error = " ".join((key.stuck_reason or key.last_error).split())[:120]
     shown = (str(key.pk), key.state, key.stuck_code, key.request_method, path, error)  # type: ignore[attr-defined]
     return escaped("  ".join(filter(None, shown)))
 
