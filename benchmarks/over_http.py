@@ -45,8 +45,9 @@ class Server(Process):
     def __init__(self, system: str, servers: Ground) -> None:
         self.socket = servers.folder / f"{system[:12]}.sock"
         command = [
-            sys.executable, "-m", "gunicorn", "benchmarks.wsgi", "--bind", f"unix:{self.socket}", "--worker-class", "gthread",
-            "--workers", str(WORKERS), "--threads", str(THREADS), "--keep-alive", "75", "--log-level", "critical",
+            sys.executable, "-m", "gunicorn", "benchmarks.wsgi", "--bind", f"unix:{self.socket}",
+            "--worker-class", "gthread", "--workers", str(WORKERS), "--threads", str(THREADS),
+            "--keep-alive", "75", "--log-level", "critical",
         ]  # fmt: skip
         environment = {**os.environ, "BENCH_SYSTEM": system}
         super().__init__(

@@ -27,12 +27,13 @@ SECONDS_BEFORE = 15
 FILL = """
 INSERT INTO idempotency_idempotencykey (
     scope, idempotency_key, created_at, last_run_at, finished_at, expires_at, attempts,
-    completer_attempts, request_method, request_path, request_body, request_content_type, request_headers,
-    remote_addr, request_fingerprint, seed, recovery_point, response_code, response_headers, response_body,
-    stuck_code, stuck_reason, last_error, lease_seconds, history)
+    completer_attempts, request_method, request_path, request_body, request_content_type,
+    request_headers, remote_addr, request_fingerprint, seed, recovery_point, response_code,
+    response_headers, response_body, stuck_code, stuck_reason, last_error, lease_seconds, history)
 SELECT 'user:' || n %% 1000, 'key-' || n, now() - interval '100 hours' - n * interval '1 ms',
     now() - interval '100 hours' - n * interval '1 ms',
-    now() - interval '99 hours' - n * interval '1 ms', now() - interval '27 hours' - n * interval '1 ms', 1, 0,
+    now() - interval '99 hours' - n * interval '1 ms',
+    now() - interval '27 hours' - n * interval '1 ms', 1, 0,
     'POST', '/rides', '{}', 'application/json', '{}', '127.0.0.1', 'v1:' || md5(n::text),
     '\\x00', 'finished', 201, '{}', convert_to(repeat('x', 200), 'UTF8'), '', '', '', 90, '[]'
 FROM generate_series(1, %s) AS n

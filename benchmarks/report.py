@@ -34,7 +34,7 @@ KINDS = {
 LINE = 99
 
 INTRODUCTION = """\
-<!-- `python -m benchmarks.report` writes this page from benchmarks/results.json; do not edit it. -->
+<!-- Written by `python -m benchmarks.report` from benchmarks/results.json; do not edit it. -->
 
 # Performance
 

@@ -30,11 +30,13 @@ EMPTY = "TRUNCATE idempotency_idempotencykey CASCADE"
 LEAVE_ALONE = "ALTER TABLE idempotency_idempotencykey SET (autovacuum_enabled = off)"
 FLUSH = "SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()"
 STATE = """
-SELECT pg_total_relation_size('idempotency_idempotencykey'), pg_stat_get_dead_tuples('idempotency_idempotencykey'::regclass)
+SELECT pg_total_relation_size('idempotency_idempotencykey'),
+    pg_stat_get_dead_tuples('idempotency_idempotencykey'::regclass)
 """
 #: The same number of rows as a batch of the reaper.
 DELETE = """
-DELETE FROM idempotency_idempotencykey WHERE id IN (SELECT id FROM idempotency_idempotencykey ORDER BY id LIMIT 1000)
+DELETE FROM idempotency_idempotencykey
+WHERE id IN (SELECT id FROM idempotency_idempotencykey ORDER BY id LIMIT 1000)
 """
 WAL = "SELECT pg_current_wal_insert_lsn() - %s::pg_lsn"
 

@@ -48,20 +48,23 @@ Case = tuple[int, Callable[[str, int], float]]
 FILL = """
 INSERT INTO idempotency_idempotencykey (
     scope, idempotency_key, created_at, last_run_at, finished_at, expires_at, attempts,
-    completer_attempts, request_method, request_path, request_body, request_content_type, request_headers,
-    remote_addr, request_fingerprint, seed, recovery_point, response_code, response_headers, response_body,
-    stuck_code, stuck_reason, last_error, lease_seconds, history)
+    completer_attempts, request_method, request_path, request_body, request_content_type,
+    request_headers, remote_addr, request_fingerprint, seed, recovery_point, response_code,
+    response_headers, response_body, stuck_code, stuck_reason, last_error, lease_seconds, history)
 SELECT 'scope=user:' || n %% %(scopes)s, md5(%(run)s || n)::uuid::text, created_at, created_at,
     CASE WHEN %(finished)s THEN created_at END,
     CASE WHEN %(finished)s THEN created_at + interval '72 hours' END, 1,
     0, 'POST', '/bench/', %(body)s, 'application/json', %(headers)s, '127.0.0.1',
-    %(fingerprint)s, decode(repeat(md5(n::text), 2), 'hex'), CASE WHEN %(finished)s THEN 'finished' ELSE 'started' END,
-    CASE WHEN %(finished)s THEN 201 END, CASE WHEN %(finished)s THEN '{"Content-Type": "application/json"}'::jsonb END,
+    %(fingerprint)s, decode(repeat(md5(n::text), 2), 'hex'),
+    CASE WHEN %(finished)s THEN 'finished' ELSE 'started' END,
+    CASE WHEN %(finished)s THEN 201 END,
+    CASE WHEN %(finished)s THEN '{"Content-Type": "application/json"}'::jsonb END,
     CASE WHEN %(finished)s THEN %(response)s::bytea END, '', '', '', 90, jsonb_build_array(
         jsonb_build_object('at', created_at, 'event', 'claimed', 'detail', 'client'),
         jsonb_build_object('at', created_at, 'event', 'finished', 'detail', 'status 201'))
 FROM (SELECT n, now() - make_interval(hours => %(oldest_hours)s) * (1 - n::float / %(of)s)
-    - make_interval(hours => %(at_least_hours)s) AS created_at FROM generate_series(%(first)s, %(last)s) AS n) AS numbered
+    - make_interval(hours => %(at_least_hours)s) AS created_at
+    FROM generate_series(%(first)s, %(last)s) AS n) AS numbered
 """
 
 

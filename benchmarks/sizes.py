@@ -42,7 +42,8 @@ FILL_AT_ONCE = 500_000
 
 BYTES = """
 SELECT pg_table_size('idempotency_idempotencykey'), pg_indexes_size('idempotency_idempotencykey'),
-    (SELECT round(avg(pg_column_size(k.*))) FROM (SELECT * FROM idempotency_idempotencykey LIMIT 10000) AS k)
+    (SELECT round(avg(pg_column_size(k.*)))
+     FROM (SELECT * FROM idempotency_idempotencykey LIMIT 10000) AS k)
 """
 #: After a checkpoint, the first change of each page writes the whole page to the WAL; a larger
 #: table has more such pages.

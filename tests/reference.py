@@ -191,7 +191,9 @@ def _kind_of(field: Any) -> str:
         "PositiveBigIntegerField": "whole number",
     }.get(kind)
     if name is None:
-        name = f"to {field.related_model.__name__ if field.related_model._meta.app_label == 'idempotency' else 'the user'}"
+        related = field.related_model
+        of_the_app = related._meta.app_label == "idempotency"
+        name = f"to {related.__name__ if of_the_app else 'the user'}"
     return name + length + (", may be null" if field.null else "")
 
 

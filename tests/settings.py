@@ -27,13 +27,13 @@ if "DATABASE_URL" not in os.environ:
     os.environ["RIDES_TEST_POSTGRES"] = "embedded"
 
 from rides_demo.settings import *  # noqa: E402, F403
-from rides_demo.settings import (
+from rides_demo.settings import (  # noqa: E402
     BASE_DIR,
     DATABASES,
     IDEMPOTENCY,
     INSTALLED_APPS,
     LOGGING,
-)  # noqa: E402
+)
 
 
 def _pooler(section: str) -> str:

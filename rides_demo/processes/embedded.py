@@ -196,8 +196,9 @@ class Postgres(_EmbeddedServer):
         """Run initdb with a fixed locale."""
         done = subprocess.run(
             [
-                binaries / "initdb", "--pgdata", self.data, "--username", "postgres", "--auth", "trust",
-                "--encoding", "UTF8", "--locale-provider", "builtin", "--locale", "C.UTF-8",
+                binaries / "initdb", "--pgdata", self.data, "--username", "postgres",
+                "--auth", "trust", "--encoding", "UTF8", "--locale-provider", "builtin",
+                "--locale", "C.UTF-8",
             ],
             user=self.user, group=self.user, extra_groups=[] if self.user else None, cwd=self.data,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
@@ -256,8 +257,9 @@ class Redis(_EmbeddedServer):
         if self.is_ready():
             raise EmbeddedServerError(self.explain("another server"))
         self.command = [
-            str(binary), "--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700", "--dir", str(self.data),
-            "--appendonly", "yes", "--appendfsync", "always", "--save", "", "--daemonize", "no",
+            str(binary), "--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700",
+            "--dir", str(self.data), "--appendonly", "yes", "--appendfsync", "always", "--save", "",
+            "--daemonize", "no",
         ]  # fmt: skip
 
     def is_ready(self) -> bool:

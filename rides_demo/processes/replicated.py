@@ -32,8 +32,9 @@ class Standby(Postgres):
         source = f"host={self._primary} user=postgres"
         done = subprocess.run(
             [
-                binaries / "pg_basebackup", "--pgdata", self.data, "--dbname", source, "--checkpoint", "fast",
-                "--wal-method", "stream", "--write-recovery-conf", *self.copy_options,
+                binaries / "pg_basebackup", "--pgdata", self.data, "--dbname", source,
+                "--checkpoint", "fast", "--wal-method", "stream", "--write-recovery-conf",
+                *self.copy_options,
             ],
             user=self.user, group=self.user, extra_groups=[] if self.user else None, cwd=self.data,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,

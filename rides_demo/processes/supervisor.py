@@ -121,9 +121,9 @@ class Supervisor:
         self._run("seed", "--verbosity", "0")
         self._prepared()
         web = [
-            "gunicorn", "rides_demo.wsgi", "--bind", f"127.0.0.1:{self.port}", "--worker-class", "gthread",
-            "--workers", self.environment.get("WEB_WORKERS") or "2", "--threads", str(WEB_THREADS), "--graceful-timeout", "5",
-            "--no-control-socket",
+            "gunicorn", "rides_demo.wsgi", "--bind", f"127.0.0.1:{self.port}",
+            "--worker-class", "gthread", "--workers", self.environment.get("WEB_WORKERS") or "2",
+            "--threads", str(WEB_THREADS), "--graceful-timeout", "5", "--no-control-socket",
         ]  # fmt: skip
         self._launch("web", [sys.executable, "-m", *web])
         for name, arguments in {
@@ -178,7 +178,8 @@ class Supervisor:
             given.setdefault("STRIPE_WEBHOOK_SECRET", "whsec_rocket_rides_demo_only")
             hosts = [f"--webhook-host={host}" for host in SHARDS] if self._has_shard else []
             sandbox = [
-                "rides_demo.sandbox", "--port", str(port), "--seed", given.get("SANDBOX_SEED") or "1",
+                "rides_demo.sandbox", "--port", str(port),
+                "--seed", given.get("SANDBOX_SEED") or "1",
                 "--webhook-url", f"{self.url}/webhooks/stripe", *hosts,
             ]  # fmt: skip
             self._launch("sandbox", [sys.executable, "-m", *sandbox])

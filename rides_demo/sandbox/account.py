@@ -87,9 +87,10 @@ class Account:
                 402, "card_error", "Your card was declined.", code="card_declined", begun=True
             )
         fields = {
-            "amount": amount, "amount_refunded": 0, "currency": currency, "customer": customer["id"],
-            "description": params.get("description"), "metadata": params.get("metadata", {}),
-            "paid": True, "captured": True, "refunded": False, "status": "succeeded",
+            "amount": amount, "amount_refunded": 0, "currency": currency,
+            "customer": customer["id"], "description": params.get("description"),
+            "metadata": params.get("metadata", {}), "paid": True, "captured": True,
+            "refunded": False, "status": "succeeded",
         }  # fmt: skip
         charge = self._add(self.charges, "ch", "charge", fields)
         self.webhooks.send("charge.succeeded", charge)

@@ -76,7 +76,9 @@ class WebhookSender:
     def signature(self, body: bytes) -> str:
         """Return the Stripe-Signature header. Source: docs.stripe.com/webhooks#verify-manually."""
         now = str(int(time.time()))
-        return f"t={now},v1={hmac.new(self.secret.encode(), now.encode() + b'.' + body, hashlib.sha256).hexdigest()}"
+        signed = now.encode() + b"." + body
+        digest = hmac.new(self.secret.encode(), signed, hashlib.sha256).hexdigest()
+        return f"t={now},v1={digest}"
 
     def _deliver(self) -> None:
         while not self._stopped.is_set():

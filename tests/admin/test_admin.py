@@ -297,7 +297,8 @@ def test_a_line_shows_where_the_key_stands_and_the_errors_on_the_way(staff):
     )
     response = staff.get(f"{KEYS}{key.pk}/change/")
     assert [(stop.name, stop.place, stop.errors) for stop in response.context["line"]] == [
-        ("started", "passed", 0), ("ride_created", "here", 2), ("charge_created", "ahead", 0), ("finished", "ahead", 0),
+        ("started", "passed", 0), ("ride_created", "here", 2), ("charge_created", "ahead", 0),
+        ("finished", "ahead", 0),
     ]  # fmt: skip
     assert "OSError: &lt;down&gt;" in response.text
 

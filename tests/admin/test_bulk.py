@@ -159,8 +159,8 @@ def test_the_question_says_what_will_happen_to_each_kind_of_key() -> None:
     page = person().get(f"{HAND_BACK}?state=stuck")
     groups = {group.label: (count, group.alarming) for group, count in page.context["groups"]}
     assert groups == {
-        "stuck: call_in_doubt": (3, True), "stuck: view_missing": (2, False), "stuck: on_abandon": (1, False),
-        "stuck: my_own": (1, False),
+        "stuck: call_in_doubt": (3, True), "stuck: view_missing": (2, False),
+        "stuck: on_abandon": (1, False), "stuck: my_own": (1, False),
     }  # fmt: skip
     assert page.context["eligible"] == 6
 
@@ -249,9 +249,7 @@ def bulk_actions() -> Any:
     return admin.site._registry[IdempotencyKey].bulk
 
 
-def test_what_was_done_stays_done_when_the_page_is_closed_and_the_next_question_is_about_the_rest() -> (
-    None
-):
+def test_a_closed_page_keeps_what_was_done_and_the_next_page_asks_about_the_rest() -> None:
     client = person()
     stuck_keys(7)
     url = f"{ACKNOWLEDGE}?state=stuck"

@@ -226,15 +226,18 @@ def test_more_rows_than_are_read_are_said_to_be_more(monkeypatch: pytest.MonkeyP
 
 
 PAGES = [
-    KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting_for_a_retry", f"{KEYS}?state=finished",
-    f"{KEYS}?state=stuck&stuck_code=view_gave_up", f"{KEYS}?state=unfinished&recovery_point=started&age=older",
-    f"{KEYS}?stuck_code=view_gave_up", f"{KEYS}?recovery_point=charged",
-    f"{KEYS}?q=user:1", f"{KEYS}?q=1-2-3-4", f"{KEYS}?status=5xx", f"{KEYS}?path=/none", f"{KEYS}?path=/none&state=stuck",
-    f"{KEYS}?error_group=none", f"{KEYS}?mine=1", f"{KEYS}?state=stuck&o=-6", f"{KEYS}csv/?state=stuck",
-    JOBS, f"{JOBS}?state=failed", f"{JOBS}?error_group=none", f"{JOBS}?state=waiting&age=hour", DASHBOARD,
-    f"{JOBS}?q=1", MESSAGES, f"{MESSAGES}?q=7", f"{MESSAGES}?source=none", f"{MESSAGES}?age=hour", CALLS, f"{CALLS}?q=1",
-    f"{CALLS}?q=none", f"{CALLS}?result=unknown",
-    f"{KEYS}bulk/hand_back/", f"{KEYS}bulk/acknowledge/?state=stuck&stuck_code=view_gave_up", f"{JOBS}bulk/retry/?state=failed",
+    KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting_for_a_retry",
+    f"{KEYS}?state=finished", f"{KEYS}?state=stuck&stuck_code=view_gave_up",
+    f"{KEYS}?state=unfinished&recovery_point=started&age=older", f"{KEYS}?stuck_code=view_gave_up",
+    f"{KEYS}?recovery_point=charged", f"{KEYS}?q=user:1", f"{KEYS}?q=1-2-3-4", f"{KEYS}?status=5xx",
+    f"{KEYS}?path=/none", f"{KEYS}?path=/none&state=stuck", f"{KEYS}?error_group=none",
+    f"{KEYS}?mine=1", f"{KEYS}?state=stuck&o=-6", f"{KEYS}csv/?state=stuck",
+    JOBS, f"{JOBS}?state=failed", f"{JOBS}?error_group=none", f"{JOBS}?state=waiting&age=hour",
+    f"{JOBS}?q=1", DASHBOARD,
+    MESSAGES, f"{MESSAGES}?q=7", f"{MESSAGES}?source=none", f"{MESSAGES}?age=hour",
+    CALLS, f"{CALLS}?q=1", f"{CALLS}?q=none", f"{CALLS}?result=unknown",
+    f"{KEYS}bulk/hand_back/", f"{KEYS}bulk/acknowledge/?state=stuck&stuck_code=view_gave_up",
+    f"{JOBS}bulk/retry/?state=failed",
 ]  # fmt: skip
 
 

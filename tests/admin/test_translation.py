@@ -42,7 +42,8 @@ DASHBOARD = f"{KEYS}dashboard/"
 #: Names that are the same in each language: of codes, formats, units, headers, commands and
 #: permissions.
 NAMES = {
-    *STUCK_CODES, *LOOPS, *BUTTONS, "started", "ride_created", "charge_created", "finished", "rides", "ride", "idempotency",
+    *STUCK_CODES, *LOOPS, *BUTTONS, "started", "ride_created", "charge_created", "finished",
+    "rides", "ride", "idempotency",
     *("CSV", "JSON", "ID", "POST", "UTC", "ms", "s", "min", "h", "d", "k", "M", "p50", "p95", "xx"),
     *("curl", "globoff", "http", "testserver", "X", "H", "data-raw", "application"),
     *("Idempotency-Key", "Content-Type", "Idempotent-Replayed"),
@@ -245,10 +246,12 @@ def rows(db: None) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        ADMIN, KEYS, JOBS, CALLS, MESSAGES, DASHBOARD, f"{DASHBOARD}?span=24h", f"{DASHBOARD}?span=7d",
-        *(f"{KEYS}?state={state}" for state in ("stuck", "acknowledged", "abandoned", "in_flight", "finished")),
-        f"{KEYS}?path=/rides&mine=1&error_group=REASON&request_group=REQUEST", f"{KEYS}?q=NOTHING", f"{KEYS}?q=key",
-        f"{JOBS}?state=failed", f"{JOBS}?q=1",
+        ADMIN, KEYS, JOBS, CALLS, MESSAGES, DASHBOARD,
+        f"{DASHBOARD}?span=24h", f"{DASHBOARD}?span=7d",
+        *(f"{KEYS}?state={state}" for state in ("stuck", "acknowledged", "abandoned")),
+        *(f"{KEYS}?state={state}" for state in ("in_flight", "finished")),
+        f"{KEYS}?path=/rides&mine=1&error_group=REASON&request_group=REQUEST",
+        f"{KEYS}?q=NOTHING", f"{KEYS}?q=key", f"{JOBS}?state=failed", f"{JOBS}?q=1",
         *(f"{KEYS}bulk/{name}/?state=unfinished" for name in ("hand_back", "acknowledge")),
         *(f"{JOBS}bulk/{name}/?state=failed" for name in ("retry", "discard")),
         f"{KEYS}bulk/hand_back/?state=finished",

@@ -31,16 +31,19 @@ LISTS = "/admin/idempotency"
 TROUBLE = (
     """
     INSERT INTO idempotency_idempotencykey (
-        scope, idempotency_key, attempts, completer_attempts, request_method, request_path, request_headers, remote_addr,
-        request_content_type, request_body, request_fingerprint, seed, recovery_point, created_at, last_run_at, stuck_at,
-        stuck_code, stuck_reason, last_error, lease_seconds, history
+        scope, idempotency_key, attempts, completer_attempts, request_method, request_path,
+        request_headers, remote_addr, request_content_type, request_body, request_fingerprint, seed,
+        recovery_point, created_at, last_run_at, stuck_at, stuck_code, stuck_reason, last_error,
+        lease_seconds, history
     )
-    SELECT 'user:1', 'made-up-' || n, 3, 2, 'POST', '/rides', '{}', '127.0.0.1', 'application/json', '{"origin_lat": 0.0}',
-        'v1:0', '', 'ride_created', now() - n * interval '90 s', now() - n * interval '80 s', now() - n * interval '70 s',
+    SELECT 'user:1', 'made-up-' || n, 3, 2, 'POST', '/rides', '{}', '127.0.0.1',
+        'application/json', '{"origin_lat": 0.0}', 'v1:0', '', 'ride_created',
+        now() - n * interval '90 s', now() - n * interval '80 s', now() - n * interval '70 s',
         (ARRAY['call_in_doubt', 'attempts_exhausted', 'view_gave_up'])[1 + n % 3],
         (ARRAY[
             'The call ''sms'' was begun, and its result was never recorded.',
-            'The completer ran it 25 times without success. The last error: ReadTimeout: no answer after ' || n || ' s',
+            'The completer ran it 25 times without success. '
+                || 'The last error: ReadTimeout: no answer after ' || n || ' s',
             'Stripe lists no charge for ride ' || n || '.'
         ])[1 + n % 3], '', 90, '[]'
     FROM generate_series(1, 60) AS n
@@ -49,17 +52,20 @@ TROUBLE = (
     INSERT INTO idempotency_stagedjob (
         id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at
     )
-    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt', jsonb_build_object('ride_id', n), 'default', now(), 0, 5,
+    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt',
+        jsonb_build_object('ride_id', n), 'default', now(), 0, 5,
         'ConnectionError: mail server ' || n || ' refused', now() - n * interval '1 min'
     FROM generate_series(1, 12) AS n
     """,
     """
     INSERT INTO idempotency_trafficcount (minute, kind, count)
-    SELECT extract(epoch FROM now())::int / 60 - m, kind, 1 + (size * (2 + sin(m / 180.0)) + m * 7919 % (size + 1))::int
+    SELECT extract(epoch FROM now())::int / 60 - m, kind,
+        1 + (size * (2 + sin(m / 180.0)) + m * 7919 % (size + 1))::int
     FROM generate_series(1, 10080) AS m,
         (VALUES ('ran 8', 30), ('ran 14', 6), ('replayed', 5), ('conflict', 1)) AS k (kind, size)
     UNION ALL
-    SELECT extract(epoch FROM now())::int / 60 - m, 'failed', 20 - abs(m - 25) FROM generate_series(12, 38) AS m
+    SELECT extract(epoch FROM now())::int / 60 - m, 'failed', 20 - abs(m - 25)
+    FROM generate_series(12, 38) AS m
     ON CONFLICT DO NOTHING
     """,
 )

@@ -23,23 +23,28 @@ in_both = pytest.mark.parametrize("scheme", ["light", "dark"])
 
 _STUCK = """
     SELECT k.id, k.idempotency_key, r.id AS ride, u.stripe_customer_id AS customer
-    FROM idempotency_idempotencykey AS k JOIN rides AS r ON r.idempotency_key_id = k.id JOIN users AS u ON u.id = r.user_id
+    FROM idempotency_idempotencykey AS k
+    JOIN rides AS r ON r.idempotency_key_id = k.id JOIN users AS u ON u.id = r.user_id
     WHERE k.stuck_at IS NOT NULL ORDER BY k.id DESC LIMIT 1
 """
 _ADD_STUCK = """
     INSERT INTO idempotency_idempotencykey (
-        scope, idempotency_key, attempts, completer_attempts, request_method, request_path, request_headers, remote_addr,
-        request_content_type, request_fingerprint, seed, recovery_point, lease_seconds, stuck_at, stuck_code, stuck_reason,
-        last_error, history
+        scope, idempotency_key, attempts, completer_attempts, request_method, request_path,
+        request_headers, remote_addr, request_content_type, request_fingerprint, seed,
+        recovery_point, lease_seconds, stuck_at, stuck_code, stuck_reason, last_error, history
     ) VALUES (
-        'user:1', %s, 1, 0, 'POST', '/rides', '{}', '', '', 'v1:0', '', 'started', 90, now(), 'view_gave_up', 'Look.', '', '[]'
+        'user:1', %s, 1, 0, 'POST', '/rides', '{}', '', '', 'v1:0', '', 'started', 90, now(),
+        'view_gave_up', 'Look.', '', '[]'
     ) RETURNING id
 """
 #: Let a run hold the key whose charge failed: the page shows it as in flight, for as long as the
 #: lock lasts.
 _HOLD = """
     UPDATE idempotency_idempotencykey SET locked_until = now() + interval '90 s'
-    WHERE id = (SELECT max(id) FROM idempotency_idempotencykey WHERE finished_at IS NULL AND stuck_at IS NULL) RETURNING id
+    WHERE id = (
+        SELECT max(id) FROM idempotency_idempotencykey
+        WHERE finished_at IS NULL AND stuck_at IS NULL
+    ) RETURNING id
 """
 _ANSWERED = (
     "SELECT id, response_code FROM idempotency_idempotencykey WHERE response_code IS NOT NULL ORDER"
@@ -47,11 +52,14 @@ _ANSWERED = (
 )
 _ADD_VIEWER = """
     WITH viewer AS (
-        INSERT INTO users (username, email, password, is_staff, is_active, is_superuser, first_name, last_name, date_joined)
-        VALUES ('viewer', 'viewer@example.com', %s, true, true, false, '', '', now()) RETURNING id
+        INSERT INTO users (
+            username, email, password, is_staff, is_active, is_superuser, first_name, last_name,
+            date_joined
+        ) VALUES ('viewer', 'viewer@example.com', %s, true, true, false, '', '', now()) RETURNING id
     )
     INSERT INTO users_user_permissions (user_id, permission_id)
-    SELECT viewer.id, p.id FROM viewer, auth_permission AS p WHERE p.codename = 'view_idempotencykey' RETURNING user_id
+    SELECT viewer.id, p.id FROM viewer, auth_permission AS p
+    WHERE p.codename = 'view_idempotencykey' RETURNING user_id
 """
 
 

@@ -14,11 +14,15 @@ pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 KEYS = "/admin/idempotency/idempotencykey/"
 _STUCK_KEYS = """
-    INSERT INTO idempotency_idempotencykey (scope, idempotency_key, attempts, completer_attempts, request_method, request_path,
-        request_content_type, request_headers, remote_addr, request_fingerprint, seed, recovery_point, stuck_at, stuck_code,
-        stuck_reason, last_error, lease_seconds, history, created_at, last_run_at)
-    SELECT 'user:1', 'night-' || n, 1, 0, 'POST', '/night', '', '{}', '', 'v1:0', '', 'ride_created',
-        now() - interval '1 hour', CASE WHEN n %% 10 = 0 THEN 'call_in_doubt' ELSE 'view_gave_up' END,
+    INSERT INTO idempotency_idempotencykey (
+        scope, idempotency_key, attempts, completer_attempts, request_method, request_path,
+        request_content_type, request_headers, remote_addr, request_fingerprint, seed,
+        recovery_point, stuck_at, stuck_code, stuck_reason, last_error, lease_seconds, history,
+        created_at, last_run_at
+    )
+    SELECT 'user:1', 'night-' || n, 1, 0, 'POST', '/night', '', '{}', '', 'v1:0', '',
+        'ride_created', now() - interval '1 hour',
+        CASE WHEN n %% 10 = 0 THEN 'call_in_doubt' ELSE 'view_gave_up' END,
         'Stripe lists no charge for ride ' || n || '.', 'OSError: down', 90, '[]',
         now() - n * interval '1 second' - interval '2 hours', now() - interval '2 hours'
     FROM generate_series(1, %s) AS n RETURNING id
@@ -27,7 +31,8 @@ _STUCK_KEYS = """
 _NIGHT = "state=stuck&path=/night"
 _GONE = "DELETE FROM idempotency_idempotencykey WHERE idempotency_key LIKE 'night-%' RETURNING id"
 _ACKNOWLEDGED = """
-    SELECT count(*) AS number FROM idempotency_idempotencykey WHERE acknowledged_at IS NOT NULL AND request_path = '/night'
+    SELECT count(*) AS number FROM idempotency_idempotencykey
+    WHERE acknowledged_at IS NOT NULL AND request_path = '/night'
 """
 
 
@@ -89,8 +94,11 @@ def test_without_scripts_a_person_presses_continue(
 
 
 _FAILED_JOBS = """
-    INSERT INTO idempotency_stagedjob (id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at)
-    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt', jsonb_build_object('ride_id', -n), 'nobody', now(), 0, 5,
+    INSERT INTO idempotency_stagedjob (
+        id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at
+    )
+    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt',
+        jsonb_build_object('ride_id', -n), 'nobody', now(), 0, 5,
         'OSError: mail server ' || n || ' is down', now() - n * interval '1 minute'
     FROM generate_series(1, %s) AS n RETURNING id
 """

@@ -103,8 +103,8 @@ def test_what_may_succeed_is_sent_again_with_its_key(
 @pytest.mark.parametrize(
     "step",
     [
-        problem(503, False), problem(409, False, **{"Retry-After": "0"}), (409, JSON, b"{}"), (400, PROBLEM, b'""'),
-        (404, JSON, b'{"detail": "Not found."}'),
+        problem(503, False), problem(409, False, **{"Retry-After": "0"}), (409, JSON, b"{}"),
+        (400, PROBLEM, b'""'), (404, JSON, b'{"detail": "Not found."}'),
     ],
     ids=str,
 )  # fmt: skip
@@ -312,7 +312,8 @@ def test_a_reload_while_the_ride_is_being_booked_books_once(
     )
     headers = {"Authorization": "Bearer demo-jane", "Content-Type": "application/json"}
     book = """([body, headers]) => {
-        idempotentFetch("ride", "/rides", {method: "POST", body, headers}).then(answer => { document.title = answer.status; });
+        idempotentFetch("ride", "/rides", {method: "POST", body, headers})
+            .then(answer => { document.title = answer.status; });
     }"""
     with page.expect_request("**/rides"):
         page.evaluate(book, [body, headers])

@@ -18,7 +18,8 @@ HOW = """\
 There is no Citus. Either name a cluster:
     make citus CITUS_URL=postgresql://postgres@127.0.0.1:5432/idempotency
 or a source tree, which is built and started (10 minutes the first time; Debian's PostgreSQL 15):
-    apt-get install postgresql-15 postgresql-server-dev-15 libssl-dev libkrb5-dev liblz4-dev libzstd-dev
+    apt-get install postgresql-15 postgresql-server-dev-15
+    apt-get install libssl-dev libkrb5-dev liblz4-dev libzstd-dev
     git clone --branch v13.2.2 https://github.com/citusdata/citus
     make citus CITUS_SOURCE=citus
 """

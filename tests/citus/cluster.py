@@ -99,7 +99,10 @@ def started(binaries: Path, folder: Path) -> Iterator[str]:
         for name, port in ports.items():
             data = folder / name
             subprocess.run(
-                [binaries / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "-E", "UTF8", "--locale=C.UTF-8", "-N"],
+                [
+                    binaries / "initdb", "-D", data, "-U", "postgres", "--auth=trust",
+                    "-E", "UTF8", "--locale=C.UTF-8", "-N",
+                ],
                 check=True, stdout=subprocess.DEVNULL, cwd=folder, **owner,
             )  # fmt: skip
             with (data / "postgresql.conf").open("a") as configuration:

@@ -70,9 +70,7 @@ def test_13_kill_at_any_point_leaves_work_and_completion_both_or_neither(
 
         make_older(91, "locked_until")
         # The database ends the transaction of the dead as soon as it notices.
-        response = eventually(
-            lambda: (response := _retry(sender, kind, key)).status_code != 409 and response
-        )  # noqa: B023
+        response = _retry_until_unlocked(sender, kind, key)
         assert response.status_code == 201
         assert Entry.objects.filter(name__endswith=f" {key}").count() == 2
         again = _retry(sender, kind, key)
@@ -97,9 +95,7 @@ def test_13_kill_at_any_point_leaves_the_kept_writes_or_nothing(
         killed += end == "killed"
         entries = Entry.objects.filter(name__endswith=f" {key}")
         left.add(before := entries.count())
-        response = eventually(
-            lambda: (response := _retry(sender, "kept", key)).status_code != 409 and response
-        )  # noqa: B023
+        response = _retry_until_unlocked(sender, "kept", key)
         assert (response.status_code, "Idempotent-Replayed" in response) == (201, False)
         assert entries.count() == before + 2
         assert (
@@ -109,6 +105,12 @@ def test_13_kill_at_any_point_leaves_the_kept_writes_or_nothing(
         )
     assert (end, left) == ("answered 2xx", {0, 2})
     assert killed >= 12
+
+
+def _retry_until_unlocked(sender: Sender, kind: str, key: str) -> Any:
+    return eventually(
+        lambda: (response := _retry(sender, kind, key)).status_code != 409 and response
+    )
 
 
 def _retry(sender: Sender, kind: str, key: str) -> Any:

@@ -407,7 +407,8 @@ class TestPageState:
 
         assert (shown["state"], shown["response_code"]) == ("finished", 402)
         assert shown["steps"] == {
-            "started": "done", "ride_created": "done", "charge_created": "skipped", "finished": "done",
+            "started": "done", "ride_created": "done", "charge_created": "skipped",
+            "finished": "done",
         }  # fmt: skip
         assert window.get("/switches/charges?key=k").json() == {"charges": 0}
 

@@ -28,7 +28,9 @@ _, SHOP, PLAIN, PHASED = (GUIDES / "checkout-in-the-session.md").read_text().spl
 UNFINISHED = "SELECT 1 FROM idempotency_idempotencykey WHERE finished_at IS NULL"
 SETTINGS = """
 DATABASES = {"default": %r}
-IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 3, "COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
+IDEMPOTENCY = {
+    "LOCK_TIMEOUT_SECONDS": 3, "COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1
+}
 """
 #: A bank that keeps the charges in a file. It answers a new charge when the file ``closed`` is
 #: gone.

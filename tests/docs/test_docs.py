@@ -139,11 +139,11 @@ def test_each_error_that_a_page_names_has_the_status_that_it_says(path: Path) ->
 
 def refusals() -> list[problems.Problem]:
     return [
-        problems.key_missing(), problems.key_invalid(""), problems.body_incomplete(), problems.scope_missing(),
-        problem_of(KeyReused()), problem_of(InProgress()), problem_of(InterventionRequired()),
-        problem_of(Unavailable(code="conflict")),
-        problem_of(Unavailable(code="unknown_recovery_point")), problem_of(Unavailable()), problem_of(NotReplicated()),
-        problem_of(Unavailable(code="time_limit_exceeded")),
+        problems.key_missing(), problems.key_invalid(""), problems.body_incomplete(),
+        problems.scope_missing(), problem_of(KeyReused()), problem_of(InProgress()),
+        problem_of(InterventionRequired()), problem_of(Unavailable(code="conflict")),
+        problem_of(Unavailable(code="unknown_recovery_point")), problem_of(Unavailable()),
+        problem_of(NotReplicated()), problem_of(Unavailable(code="time_limit_exceeded")),
     ]  # fmt: skip
 
 

@@ -37,7 +37,8 @@ urlpatterns = [path("pay", pay)]
 
 PAYS_TWICE = """
 from django.test import Client
-first, second = (Client().post("/pay", headers={"Idempotency-Key": "one-payment"}) for _ in range(2))
+headers = {"Idempotency-Key": "one-payment"}
+first, second = (Client().post("/pay", headers=headers) for _ in range(2))
 assert (first.status_code, first.content) == (201, b'{"run": 1}'), first.content
 assert (second.status_code, second.content) == (201, b'{"run": 1}'), second.content
 assert second.headers["Idempotent-Replayed"] == "true", second.headers
@@ -61,7 +62,9 @@ import django
 from django.conf import settings
 settings.configure(
     SECRET_KEY="packaging", USE_TZ=True,
-    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "idempotency", *sys.argv[2:]],
+    INSTALLED_APPS=[
+        "django.contrib.contenttypes", "django.contrib.auth", "idempotency", *sys.argv[2:]
+    ],
     DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
     RQ_QUEUES={"default": {"HOST": "localhost"}},
 )
@@ -85,7 +88,8 @@ def test_the_sdist_holds_the_app_and_neither_demo_nor_tests(built: Path) -> None
     tops = {name.parts[0] for name in names if not name.parts[0].endswith(".egg-info")}
     assert {name for name in names if name.parts[0] == "idempotency"} == files_of_the_app()
     assert tops == {
-        "idempotency", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg",
+        "idempotency", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md",
+        "pyproject.toml", "setup.cfg",
     }  # fmt: skip
 
 

@@ -53,7 +53,8 @@ IMPORT = """
 import sys, django
 from django.conf import settings
 sys.modules["django_stubs_ext"] = None
-settings.configure(INSTALLED_APPS=["django.contrib.auth", "django.contrib.contenttypes", "idempotency"], SECRET_KEY="-")
+apps = ["django.contrib.auth", "django.contrib.contenttypes", "idempotency"]
+settings.configure(INSTALLED_APPS=apps, SECRET_KEY="-")
 django.setup()
 for name in sys.argv[1:]:
     __import__(name)

@@ -43,9 +43,9 @@ class Web(Process):
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self.port = free_port()
         command = [
-            sys.executable, "-m", "gunicorn", "django.core.wsgi:get_wsgi_application()", "--bind", f"127.0.0.1:{self.port}",
-            "--worker-class", "gthread", "--workers", "1", "--threads", str(WEB_THREADS), "--log-level", "warning",
-            "--no-control-socket",
+            sys.executable, "-m", "gunicorn", "django.core.wsgi:get_wsgi_application()",
+            "--bind", f"127.0.0.1:{self.port}", "--worker-class", "gthread", "--workers", "1",
+            "--threads", str(WEB_THREADS), "--log-level", "warning", "--no-control-socket",
         ]  # fmt: skip
         super().__init__("gunicorn", command, environment=environment, folder=ROOT, output=log)
 

@@ -32,16 +32,18 @@ class DebianPostgres(Postgres):
         if self.user:
             open_parents(self.data)
         done = subprocess.run(
-            [self.binaries / "initdb", "--pgdata", self.data, "--username", "postgres", "--auth", "trust",
-             "--encoding", "UTF8", "--locale", "C.UTF-8"],
+            [
+                self.binaries / "initdb", "--pgdata", self.data, "--username", "postgres",
+                "--auth", "trust", "--encoding", "UTF8", "--locale", "C.UTF-8",
+            ],
             user=self.user, group=self.user, extra_groups=[] if self.user else None, cwd=self.data,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
             raise EmbeddedServerError(self.explain(done.stderr))
         self.command = [
-            str(self.binaries / "postgres"), "-D", str(self.data), "-k", str(self.sockets), "-h", "",
-            "-c", f"max_connections={self.max_connections}",
+            str(self.binaries / "postgres"), "-D", str(self.data), "-k", str(self.sockets),
+            "-h", "", "-c", f"max_connections={self.max_connections}",
         ]  # fmt: skip
 
 

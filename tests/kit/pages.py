@@ -19,13 +19,9 @@ def says(text: str, value: float, unit: str = "") -> bool:
     a regular expression."""
     forms = [f"{value:,g}" if value < 1e6 else f"{value:,.0f}", f"{value:g}"]
     forms += [WORDS[value]] if unit and value in WORDS else []
-    return bool(
-        re.search(
-            rf"(?<![\w.,])(?:{'|'.join(forms)})(?![\d]|[.,]\d){rf'[ `)-]+(?:{unit})' if unit else ''}",
-            text,
-            re.I,
-        )
-    )
+    number = rf"(?<![\w.,])(?:{'|'.join(forms)})(?![\d]|[.,]\d)"
+    before_unit = rf"[ `)-]+(?:{unit})" if unit else ""
+    return bool(re.search(number + before_unit, text, re.I))
 
 
 def says_time(text: str, seconds: float) -> bool:

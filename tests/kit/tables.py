@@ -38,7 +38,8 @@ def _teardown(case: TransactionTestCase) -> None:
         if not empty(connections[alias])
     ]
     assert not changed, (
-        f"The test changed one of {', '.join(GUARDED)} on {changed}: undo it at the end of the test."
+        f"The test changed one of {', '.join(GUARDED)} on {changed}:"
+        " undo it at the end of the test."
     )
 
 

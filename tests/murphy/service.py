@@ -38,9 +38,10 @@ ENVIRONMENT = {
 RUNNING = ("postgres", "redis", "sandbox", "web", "web 2", "enqueuer", "worker")
 
 _BOOKS = """
-    SELECT k.idempotency_key AS key, k.recovery_point, k.attempts, k.completer_attempts, k.response_code, k.response_body,
-        r.id AS ride, r.stripe_charge_id AS charge,
-        (SELECT count(*) FROM audit_records WHERE action = 'ride.created' AND resource_id = r.id) AS audit_records,
+    SELECT k.idempotency_key AS key, k.recovery_point, k.attempts, k.completer_attempts,
+        k.response_code, k.response_body, r.id AS ride, r.stripe_charge_id AS charge,
+        (SELECT count(*) FROM audit_records WHERE action = 'ride.created' AND resource_id = r.id)
+            AS audit_records,
         (SELECT count(*) FROM receipts WHERE ride_id = r.id) AS receipts
     FROM idempotency_idempotencykey AS k FULL JOIN rides AS r ON r.idempotency_key_id = k.id
     WHERE k.id > %(key)s OR r.id > %(ride)s

@@ -169,7 +169,7 @@ def test_4_stripe_is_down_503_until_it_is_back_then_the_charge_succeeds_once(ser
     assert_booked_once(service, (jane, answer))
 
 
-def test_5_the_server_process_dies_while_it_waits_for_stripe_and_the_retry_calls_stripe_with_the_same_key(
+def test_5_the_server_process_dies_while_it_waits_for_stripe_and_the_retry_sends_the_same_key(
     service, rider
 ):
     service.strike_stripe(SLOW | {"count": 1})
@@ -196,7 +196,7 @@ def test_5_the_server_process_dies_while_it_waits_for_stripe_and_the_retry_calls
     assert_booked_once(service, (jane, answer))
 
 
-def test_6_a_bad_deploy_answers_500_in_the_middle_and_after_the_fix_retries_go_on_and_the_completer_does_the_rest(
+def test_6_after_a_bad_deploy_is_fixed_retries_continue_and_the_completer_finishes_the_rest(
     service, rider
 ):
     patient, gone = rider(), rider()
@@ -227,7 +227,7 @@ def test_6_a_bad_deploy_answers_500_in_the_middle_and_after_the_fix_retries_go_o
     assert_booked_once(service, (patient, answer), (gone, of_gone))
 
 
-def test_7_stripe_charged_the_answer_was_lost_the_client_never_comes_back_and_the_completer_finishes(
+def test_7_stripe_charged_the_response_was_lost_nobody_retries_and_the_completer_finishes(
     service, rider
 ):
     service.strike_stripe({"fault": "cut_after", "count": 1})
@@ -273,7 +273,7 @@ def test_8_the_first_request_is_so_slow_that_its_lock_expires_and_a_retry_takes_
     assert_booked_once(service, (jane, answer))
 
 
-def test_9_the_enqueuer_dies_between_handing_a_job_over_and_deleting_it_and_the_receipt_is_sent_once(
+def test_9_the_enqueuer_dies_between_enqueueing_a_job_and_deleting_it_and_one_receipt_is_sent(
     service, rider
 ):
     enqueuer = service.processes["enqueuer"]

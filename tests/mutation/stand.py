@@ -277,7 +277,10 @@ class Stand:
 EMPTY = """
     DO $$ DECLARE name text; BEGIN
         SET LOCAL session_replication_role = replica;
-        FOR name IN SELECT format('%I', tablename) FROM pg_tables WHERE schemaname = 'public' AND tablename NOT IN ({}) LOOP
+        FOR name IN
+            SELECT format('%I', tablename) FROM pg_tables
+            WHERE schemaname = 'public' AND tablename NOT IN ({})
+        LOOP
             EXECUTE 'DELETE FROM ' || name;
         END LOOP;
     END $$

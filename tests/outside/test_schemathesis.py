@@ -47,7 +47,8 @@ def run_schemathesis(url: str, rider: str, report: Path, document: str = "") -> 
     subprocess.run(
         [
             sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIGURATION), "run",
-            document or f"{url}/openapi.json", "--url", url, "--report", "json", "--report-json-path", str(report),
+            document or f"{url}/openapi.json", "--url", url, "--report", "json",
+            "--report-json-path", str(report),
         ],
         env={**os.environ, "RIDER": rider},
         cwd=report.parent,

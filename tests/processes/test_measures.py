@@ -57,8 +57,9 @@ def of_the_metrics() -> dict[str, Any]:
     by_code = {sample.labels["code"]: sample.value for sample in samples if "code" in sample.labels}
     lags = {sample.labels["name"]: sample.value for sample in samples if "name" in sample.labels}
     return {
-        "unfinished": value["unfinished_keys"], "stuck": sum(by_code.values()), "due": value["due_jobs"],
-        "failed": value["failed_jobs"], "silent": {name for name, lag in lags.items() if lag > 180},
+        "unfinished": value["unfinished_keys"], "stuck": sum(by_code.values()),
+        "due": value["due_jobs"], "failed": value["failed_jobs"],
+        "silent": {name for name, lag in lags.items() if lag > 180},
     }  # fmt: skip
 
 

@@ -191,12 +191,14 @@ def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(
         assert StagedJob.objects.filter(refusals=0, failed_at=None).count() >= 100
         server.start()
         with redis.Redis.from_url(server.url) as connection:
-            done = lambda: (
-                not StagedJob.objects.exists()
-                and not queue.left(connection)
-                and len(entries()) == 300
-            )  # noqa: E731
-            processes.until(done, 120)
+            processes.until(
+                lambda: (
+                    not StagedJob.objects.exists()
+                    and not queue.left(connection)
+                    and len(entries()) == 300
+                ),
+                120,
+            )
             assert queue.given_up(connection) == 0
         processes.by_name["enqueuer"].stop()
         assert [log.read_text().count(words) for words in (FAILING, RECOVERED, "Traceback")] == [

@@ -38,6 +38,9 @@ pytestmark = [pytest.mark.postgres, pytest.mark.processes, pytest.mark.django_db
 Kind = Callable[..., View]
 Serve = Callable[..., None]
 
+#: Cancel the waits of all sessions, or terminate the sessions.
+END_WAITS = "SELECT count(pg_{}_backend(pid)) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
@@ -121,9 +124,7 @@ def waiting(server: Standby) -> list[int]:
 
 def cancel(server: Standby, end: str = "cancel") -> None:
     """Cancel the waits of all sessions, or ``terminate`` the sessions."""
-    server.execute(
-        f"SELECT count(pg_{end}_backend(pid)) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
-    )  # noqa: S608
+    server.execute(END_WAITS.format(end))
 
 
 def is_unconfirmed(answer: HttpResponse) -> bool:
@@ -214,9 +215,7 @@ def test_a_claim_whose_wait_was_cut_short_is_released(
     wait_for(primary, "nobody")
     running = in_background(another_client(client).send)
     eventually(lambda: waiting(primary))
-    primary.execute(
-        f"SELECT pg_{end}_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
-    )  # noqa: S608
+    cancel(primary, end)
     answer = running.result(WAIT_SECONDS)
     assert (answer.status_code, problem(answer)["code"]) == (503, code)
     assert (IdempotencyKey.objects.in_flight().count(), first.runs) == (1, 0)

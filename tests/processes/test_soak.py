@@ -430,8 +430,8 @@ def test_the_log_of_a_client_says_what_it_sent_and_saw():
         Booking("sim-1", "plain", "demo-jane", RIDE), httpx.Response(201, content=b"{}"), tries=2
     )
     assert json.loads(outcome.log_line()) == {
-        "key": "sim-1", "kind": "plain", "token": "demo-jane", "body": RIDE, "host": "", "outcome": "201", "tries": 2,
-        "answer": "{}",
+        "key": "sim-1", "kind": "plain", "token": "demo-jane", "body": RIDE, "host": "",
+        "outcome": "201", "tries": 2, "answer": "{}",
     }  # fmt: skip
 
 

@@ -204,6 +204,11 @@ def test_a_call_that_took_no_effect_is_made_again(serve: Any, sender: Sender) ->
     assert len(service.sent) == 1
 
 
+def refuse(call: AtMostOnceCall) -> None:
+    call.retryable()
+    raise OSError("refused")
+
+
 def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_its_intent(
     serve: Any, sender: Sender
 ) -> None:
@@ -213,9 +218,8 @@ def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_
         with (
             pytest.raises(OSError, match="refused"),
             key.call("refused", at_most_once=True) as call,
-        ):  # noqa: PT012
-            call.retryable()
-            raise OSError("refused")
+        ):
+            refuse(call)
         left.append(key.downstream_calls.count())
         with key.call("refused", at_most_once=True) as call:
             call.record("at last")

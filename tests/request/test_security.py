@@ -193,8 +193,9 @@ def test_key_scope_path_and_body_are_never_part_of_a_statement(
 def test_what_a_client_sent_is_text_in_the_admin(client: Client, transactional_db: None) -> None:
     script = "<script>alert(1)</script>"
     key = IdempotencyKeyFactory(
-        scope=script, idempotency_key=script, request_path=f"/{script}", request_body=f'{{"a": "{script}"}}'.encode(),
-        request_headers={"Accept": script}, last_error=script, claim_token=uuid4(), recovery_point=script,
+        scope=script, idempotency_key=script, request_path=f"/{script}",
+        request_body=f'{{"a": "{script}"}}'.encode(), request_headers={"Accept": script},
+        last_error=script, claim_token=uuid4(), recovery_point=script,
         history=[{"at": "2026-01-01T00:00:00Z", "event": script, "detail": script}],
         **STUCK | {"stuck_code": script, "stuck_reason": script},
     )  # fmt: skip

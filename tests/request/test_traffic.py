@@ -281,7 +281,8 @@ import django
 from django.conf import settings
 from django.core.signals import request_finished
 
-settings.configure(INSTALLED_APPS=["django.contrib.auth", "django.contrib.contenttypes", "idempotency"])
+apps = ["django.contrib.auth", "django.contrib.contenttypes", "idempotency"]
+settings.configure(INSTALLED_APPS=apps)
 django.setup()
 from idempotency import signals
 

@@ -3,6 +3,7 @@ each process."""
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,12 +61,7 @@ def lines() -> Iterator[str]:
     yield "first"
 
 
-UNCOPYABLE: list[Callable[[], Any]] = [
-    threading.Lock,
-    Connected,
-    lines,
-    lambda: open(__file__),
-]  # noqa: SIM115
+UNCOPYABLE: list[Callable[[], Any]] = [threading.Lock, Connected, lines, Path(__file__).open]
 
 
 @pytest.fixture(params=UNCOPYABLE, ids=["lock", "client", "generator", "file"])

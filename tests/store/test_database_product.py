@@ -281,7 +281,8 @@ REFUSE_COMMIT = """
 CREATE FUNCTION another_engine.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     RAISE WARNING 'the cause' USING ERRCODE = '{cause}';
     RAISE WARNING 'failed to commit transaction on worker:5432';
-    RAISE EXCEPTION 'could not commit transaction for shard 102008 on any active node' USING ERRCODE = 'XX000';
+    RAISE EXCEPTION 'could not commit transaction for shard 102008 on any active node'
+        USING ERRCODE = 'XX000';
 END $$;
 CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON public.{table} DEFERRABLE INITIALLY DEFERRED
 FOR EACH ROW EXECUTE FUNCTION another_engine.refuse()

@@ -238,9 +238,7 @@ def test_keys_are_case_sensitive() -> None:
 
 
 @pytest.mark.postgres
-def test_runs_of_different_keys_that_stage_a_job_and_finish_side_by_side_do_not_fail_each_other() -> (
-    None
-):
+def test_concurrent_runs_of_different_keys_that_stage_a_job_do_not_fail_each_other() -> None:
     """PostgreSQL tracks reads by index page, on which each run has read and written what the others
     have."""
     held = [claim(request(f"key-{number}")).key for number in range(8)]

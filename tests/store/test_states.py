@@ -54,8 +54,9 @@ def test_each_key_has_one_state_and_the_methods_find_it_there(every_row: int) ->
     assert len(states) == every_row
     assert {*states.values()} == {*KeyState}
     methods: dict[KeyState, Callable[[], Any]] = {
-        KeyState.STUCK: objects.stuck, KeyState.ACKNOWLEDGED: objects.acknowledged, KeyState.IN_FLIGHT: objects.in_flight,
-        KeyState.REFUSED: objects.refused, KeyState.FINISHED: objects.finished,
+        KeyState.STUCK: objects.stuck, KeyState.ACKNOWLEDGED: objects.acknowledged,
+        KeyState.IN_FLIGHT: objects.in_flight, KeyState.REFUSED: objects.refused,
+        KeyState.FINISHED: objects.finished,
     }  # fmt: skip
     for state in KeyState:
         of_state = {pk for pk, found in states.items() if found == state}

@@ -89,8 +89,9 @@ class Command(BaseCommand):
                 self.stdout.write(f"ready: {supervisor.url}/")
                 self.stdout.flush()
                 command = manage(
-                    "simulate", "--run-dir", str(folder), "--concurrency", str(options["concurrency"]),
-                    "--seed", str(options["seed"]), *(["--json", str(report.resolve())] if report else []),
+                    "simulate", "--run-dir", str(folder),
+                    "--concurrency", str(options["concurrency"]), "--seed", str(options["seed"]),
+                    *(["--json", str(report.resolve())] if report else []),
                     *self.arguments(supervisor, options),
                 )  # fmt: skip
                 environment = supervisor.environment | self.direct(supervisor)

@@ -138,8 +138,8 @@ class Command(demo.Command):
             faults = demo.within_reach(supervisor.processes, (*FAULTS, *SOAK_FAULTS))
         log = supervisor.folder / "clients.jsonl"
         return [
-            "--base-url", self.url, "--faults", faults, "--minutes", str(options["minutes"]), "--log", str(log),
-            "--drain-seconds", "180",
+            "--base-url", self.url, "--faults", faults, "--minutes", str(options["minutes"]),
+            "--log", str(log), "--drain-seconds", "180",
         ]  # fmt: skip
 
     def direct(self, supervisor: Supervisor) -> dict[str, str]:

@@ -157,7 +157,9 @@ def ninja_order(request: HttpRequest) -> Any:
     return ordered(request, name_of(request))
 
 
-FORM = """{% load idempotency %}<form method="post">{% csrf_token %}{% idempotency_key %}<input name="name"></form>"""
+FORM = """{% load idempotency %}
+<form method="post">{% csrf_token %}{% idempotency_key %}<input name="name"></form>
+"""
 
 
 @login_required
