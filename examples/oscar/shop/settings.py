@@ -13,12 +13,8 @@ BASE_DIR = Path(__file__).parent
 SECRET_KEY = "of an example, which is no secret"
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 ROOT_URLCONF = "shop.urls"
-DATABASES = {
-    "default": (
-        dj_database_url.config(default=f"sqlite:///{BASE_DIR.parent / 'shop.sqlite3'}")
-        | {"ATOMIC_REQUESTS": True}
-    )
-}
+SQLITE = f"sqlite:///{BASE_DIR.parent / 'shop.sqlite3'}"
+DATABASES = {"default": dj_database_url.config(default=SQLITE) | {"ATOMIC_REQUESTS": True}}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 LANGUAGE_CODE = "en-gb"
 LANGUAGES = [("en-gb", "English"), ("de", "Deutsch")]

@@ -28,15 +28,8 @@ def test_the_lines_are_formatted_as_ours_are(
         ["check", "--config", f'src=["{sources[name]}", "{ROOT}"]'],
         ["format", "--check"],
     ):
-        ruff = [
-            sys.executable,
-            "-m",
-            "ruff",
-            *command,
-            "--config",
-            ROOT / "ruff.toml",
-            sources[name],
-        ]
+        settings = ["--config", EXAMPLE / "shop" / "ruff.toml"]
+        ruff = [sys.executable, "-m", "ruff", *command, *settings, sources[name]]
         done = subprocess.run(ruff, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 

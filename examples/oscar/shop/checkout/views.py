@@ -15,10 +15,5 @@ class PaymentDetailsView(views.PaymentDetailsView):
         kind, _ = SourceType.objects.get_or_create(name="Card" if settings.BANK_URL else "Invoice")
         reference = bank.charge(total.incl_tax, total.currency) if settings.BANK_URL else ""
         self.add_payment_source(
-            Source(
-                source_type=kind,
-                currency=total.currency,
-                amount_allocated=total.incl_tax,
-                reference=reference,
-            )
+            Source(source_type=kind, currency=total.currency, amount_allocated=total.incl_tax, reference=reference)
         )
