@@ -208,7 +208,8 @@ def _delete_rows(alias: str, ids: list[UUID]) -> int:
         return jobs.delete()[1].get(StagedJob._meta.label, 0)
     # One array is much faster than a thousand parameters.
     with connections[alias].cursor() as cursor:
-        cursor.execute(f'DELETE FROM "{StagedJob._meta.db_table}" WHERE id = ANY(%s)', [ids])  # noqa: S608  # nosec B608
+        table = connections[alias].ops.quote_name(StagedJob._meta.db_table)
+        cursor.execute(f"DELETE FROM {table} WHERE id = ANY(%s)", [ids])  # noqa: S608
         return int(cursor.rowcount)
 
 

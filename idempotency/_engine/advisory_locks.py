@@ -4,7 +4,7 @@ They last as long as the transaction of the claim. The lock of the key refuses a
 The mark of the request shows whether the duplicate is the same request.
 """
 
-# ruff: noqa: S608 - only names and conditions of this module are formatted into statements; values are parameters
+# ruff: noqa: S608 - only expressions of this module are formatted into the statement
 
 import hashlib
 

@@ -24,7 +24,7 @@ from typing import Any
 from django.db import connections
 from psycopg.errors import DivisionByZero
 
-from idempotency._engine import replication, statements
+from idempotency._engine import replication
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.cursors import is_instrumented
 from idempotency._engine.events import about
@@ -32,6 +32,7 @@ from idempotency._engine.history import HistoryEvent
 from idempotency._engine.round_trips import Meanings
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
 from idempotency._engine.transactions import OwnTransaction
+from idempotency._engine.updates import ANYWHERE, AT_PLACE, one_line
 from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency._watchdog import note_progress
@@ -116,20 +117,10 @@ def release(key: ClaimedKey, error: str, *, using: str) -> None:
     this case (CONFIRM_REPLICATED).
     """
     try:
-        _fenced(
-            "release",
-            key,
-            using,
-            error=storable(error),
-            event=HistoryEvent.ERROR,
-            detail=summary(error),
-        )
+        _fenced("release", key, using, event=HistoryEvent.ERROR, **_error_parameters(error))
     except LockLost:
-        logger.info(
-            "key %s was finished or taken over by another run before it was released",
-            key.key_hash,
-            extra=about(key),
-        )
+        text = "key %s was finished or taken over by another run before it was released"
+        logger.info(text, key.key_hash, extra=about(key))
         replication.confirm(using)
 
 
@@ -140,11 +131,10 @@ def refuse(key: ClaimedKey, error: str, *, using: str) -> None:
     Raises LockLost if another claim has taken over the key, because its response may be another
     one.
     """
-    described: dict[str, Any] = {"error": storable(error), "detail": summary(error)}
     if key.untouched:
-        _fenced("refuse", key, using, event=HistoryEvent.REFUSED, **described)
+        _fenced("refuse", key, using, event=HistoryEvent.REFUSED, **_error_parameters(error))
     else:
-        _fenced("release", key, using, event=HistoryEvent.ERROR, **described)
+        _fenced("release", key, using, event=HistoryEvent.ERROR, **_error_parameters(error))
 
 
 def leave_to_client(key: ClaimedKey, error: str, *, using: str) -> None:
@@ -185,9 +175,8 @@ def _fenced(
         ends.refuse_if_ended()
     if key.place is not None and not is_instrumented(connections[using]):
         # The row is at another place after a rollback or an update.
-        row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(
-            text + statements.ANYWHERE, parameters, using
-        )
+        at_place, anywhere = text + AT_PLACE, text + ANYWHERE
+        row = fetch(at_place, parameters, using) or fetch(anywhere, parameters, using)
         if row is None:
             raise LockLost
         (key.place,) = row
@@ -200,24 +189,23 @@ def _fenced(
 def _or_fail(text: str) -> str:
     """Return a fenced statement that divides by zero if it changes no row, so that a COMMIT behind
     it does nothing."""
-    # The texts are those of this app.
-    elsewhere = (  # nosec B608  # see above
-        f"{text} AND NOT EXISTS (SELECT FROM here){statements.ANYWHERE}"
-    )
-    return (
-        f"WITH here AS ({text}{statements.AT_PLACE}), elsewhere AS ({elsewhere}), "  # noqa: S608  # nosec B608  # see above
-        "changed AS (SELECT ctid FROM here UNION ALL SELECT ctid FROM elsewhere) "
-        "SELECT (SELECT ctid FROM changed), 1 / (SELECT count(*) FROM changed)"
-    )
+    return one_line(f"""
+        WITH here AS ({text}{AT_PLACE}),
+        elsewhere AS ({text} AND NOT EXISTS (SELECT FROM here){ANYWHERE}),
+        changed AS (SELECT ctid FROM here UNION ALL SELECT ctid FROM elsewhere)
+        SELECT (SELECT ctid FROM changed), 1 / (SELECT count(*) FROM changed)
+    """)  # noqa: S608 - the texts of updates
+
+
+def _error_parameters(error: str) -> dict[str, Any]:
+    return {"error": storable(error), "detail": summary(error)}
 
 
 def storable_code(code: object) -> str:
     """Return a stuck code that the column accepts. A project's subclass of KeyStuck may have any
     value as its code."""
-    return (
-        "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip()
-        or KeyStuck.code
-    )
+    printable = "".join(filter(str.isprintable, str(code or "")))
+    return printable[:_MAX_CODE_LENGTH].strip() or KeyStuck.code
 
 
 def stuck_parameters(code: str, reason: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 from django.db.models import DEFERRED
 
-from idempotency._engine import database_product, round_trips, statements
+from idempotency._engine import database_product, round_trips, statements, updates
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.cursors import (
     changed_rows,
@@ -168,5 +168,5 @@ def array_parameter(names: tuple[str, ...], using: str) -> str:
 def _converters(names: tuple[str, ...], using: str) -> list[tuple[int, list[Any], Any]]:
     compiler = IdempotencyKey.objects.using(using).all().query.get_compiler(using)
     fields = {field.attname: field for field in IdempotencyKey._meta.concrete_fields}
-    converters = compiler.get_converters([fields[name].get_col(statements.TABLE) for name in names])
+    converters = compiler.get_converters([fields[name].get_col(updates.TABLE) for name in names])
     return [(position, *of_column) for position, of_column in converters.items()]

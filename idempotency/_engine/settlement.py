@@ -6,7 +6,7 @@ nothing changes. A decision that moves the key also writes a new token: of two o
 once one succeeds, and a late run is fenced off.
 """
 
-# ruff: noqa: S608 - only names and conditions of this module are formatted into statements; values are parameters
+# ruff: noqa: S608 - only names and conditions are formatted into statements
 
 import logging
 import uuid
@@ -18,7 +18,7 @@ from idempotency._engine.events import about, announce_stuck
 from idempotency._engine.fence import StoredResponse, stuck_parameters
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
-from idempotency._engine.statements import CLEAR_STUCK, TABLE
+from idempotency._engine.updates import CLEAR_STUCK, TABLE, one_line
 from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency.exceptions import StuckCode
@@ -54,11 +54,11 @@ def _calls(using: str) -> str:
     """Return an expression whose value changes with each ``key.call()``, and with each at-most-once
     call whose result is recorded or whose intent is deleted."""
     begun = statements_for(using).dialect.seconds_between.format("k.created_at", "k.call_begun_at")
-    return (
-        "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
-        f"|| '/' || COALESCE(CAST({begun} AS text), '') "
-        f"FROM {DownstreamCall._meta.db_table} AS c WHERE c.key_id = k.id)"
-    )
+    return one_line(f"""
+        (SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0)
+            || '/' || COALESCE(CAST({begun} AS text), '')
+        FROM {DownstreamCall._meta.db_table} AS c WHERE c.key_id = k.id)
+    """)
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str, request: Any = None) -> bool:
@@ -70,14 +70,8 @@ def give_up(pk: int, code: str, reason: str, *, using: str, request: Any = None)
 
 
 def _give_up(pk: int, code: str, reason: str, using: str) -> bool:
-    return (
-        execute(
-            statements_for(using).give_up,
-            Hidden({"id": pk, **stuck_parameters(code, reason)}),
-            using,
-        )
-        > 0
-    )
+    parameters: Parameters = Hidden({"id": pk, **stuck_parameters(code, reason)})
+    return execute(statements_for(using).give_up, parameters, using) > 0
 
 
 def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) -> bool:
@@ -86,16 +80,16 @@ def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) 
     whether this call did it. Nothing changes if the run has renewed its lock, or another run has
     claimed the key."""
     text, error = statements_for(using), storable(f"The run hung at {place}.")
-    statement = (
-        f"UPDATE {TABLE} AS k SET claim_token = %(new_token)s, locked_until = NULL, hangs = k.hangs"
-        " + 1, "  # nosec B608  # see the noqa above
-        f"next_run_at = {text.dialect.later.format('%(delay)s')}, last_error = %(error)s,"
-        " stuck_reason = "
-        f"CASE WHEN k.stuck_code = '{StuckCode.ON_ABANDON}' THEN %(error)s ELSE k.stuck_reason END,"
-        f" history = {text.history} "
-        "WHERE k.id = %(id)s AND k.claim_token = %(token)s AND k.finished_at IS NULL AND"
-        f" {text.unlocked} RETURNING hangs"
-    )
+    statement = one_line(f"""
+        UPDATE {TABLE} AS k
+        SET claim_token = %(new_token)s, locked_until = NULL, hangs = k.hangs + 1,
+            next_run_at = {text.dialect.later.format("%(delay)s")}, last_error = %(error)s,
+            stuck_reason = CASE WHEN k.stuck_code = '{StuckCode.ON_ABANDON}'
+                THEN %(error)s ELSE k.stuck_reason END,
+            history = {text.history}
+        WHERE k.id = %(id)s AND k.claim_token = %(token)s AND k.finished_at IS NULL
+        AND {text.unlocked} RETURNING hangs
+    """)
     parameters: Parameters = Hidden({"id": key.pk, "delay": delay_seconds, "error": error})
     parameters.value |= {"event": HistoryEvent.HUNG, "detail": summary(place)}
     parameters.value["token"] = token_parameter(key.fence, using)
@@ -176,15 +170,13 @@ def _change(
         same += " AND k.recovery_point = %(at)s"
     if moves:
         changes = f"claim_token = %(token)s, {changes}"
-    statement = (
-        f"UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).history} "  # nosec B608  # see the noqa above
-        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope,"
-        " idempotency_key"
-    )
-    event, detail = (
-        parameters.value["event"],
-        summary(parameters.value["detail"], _MAX_DETAIL_LENGTH),
-    )
+    statement = one_line(f"""
+        UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).history}
+        WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition}
+        RETURNING scope, idempotency_key
+    """)
+    event = parameters.value["event"]
+    detail = summary(parameters.value["detail"], _MAX_DETAIL_LENGTH)
     parameters.value |= {
         "id": decision.pk,
         "at": decision.at,

@@ -22,7 +22,8 @@ from idempotency import enqueuer, interventions, reaper
 from idempotency._engine import settlement
 from idempotency._engine.advisory_locks import HOLDER
 from idempotency._engine.dialects import POSTGRESQL
-from idempotency._engine.statements import ANYWHERE, AT_PLACE, TABLE, Statements
+from idempotency._engine.statements import Statements
+from idempotency._engine.updates import ANYWHERE, AT_PLACE, TABLE
 from idempotency.admin import traffic
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
