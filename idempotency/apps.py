@@ -20,7 +20,7 @@ class IdempotencyConfig(AppConfig):
         from idempotency._http import atomic_requests
         from idempotency._http.rerun import HttpAdapter
         from idempotency._text import escape_arguments
-        from idempotency.checks import jobs, references, settings, views  # noqa: F401
+        from idempotency.checks import databases, settings, views  # noqa: F401
 
         logging.getLogger("idempotency").addFilter(escape_arguments)
         adapter.register(adapter.HTTP, HttpAdapter())

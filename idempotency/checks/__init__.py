@@ -1,0 +1,11 @@
+"""System checks of settings, databases and views. The ids are listed in docs/reference.md."""
+
+from django.core.checks import Error, Warning
+
+
+def error(number: str, text: str, hint: str | None = None) -> Error:
+    return Error(text, hint=hint, id=f"idempotency.{number}")
+
+
+def warning(number: str, text: str, hint: str) -> Warning:
+    return Warning(text, hint=hint, id=f"idempotency.{number}")

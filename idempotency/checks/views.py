@@ -11,15 +11,9 @@ from typing import Any
 
 from django.conf import settings
 from django.contrib.auth import get_user_model
-from django.core.checks import CheckMessage, Error, Tags, Warning, register
-from django.db import (
-    DEFAULT_DB_ALIAS,
-    InterfaceError,
-    OperationalError,
-    connections,
-    router,
-    transaction,
-)
+from django.core.checks import CheckMessage, Tags, register
+from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections, router
+from django.db.transaction import Atomic
 
 from idempotency import conf, scopes
 from idempotency._engine.aliases import share_tables
@@ -27,6 +21,7 @@ from idempotency._engine.several_databases import atomic_aliases
 from idempotency._http.outside import foreign_dispatches, handlers, outside, wrapped
 from idempotency._http.routes import class_of, options_of
 from idempotency._http.view import View, access_is_checked_inside
+from idempotency.checks import error, warning
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, views_to_check
 
@@ -36,55 +31,44 @@ _IDS_OF_USER = ("user.pk", "user.id")
 
 
 @register
-def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+def check_views(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011, W012, W016: views with such a
     mistake."""
     views = list(views_to_check())
-    each = [
-        message
-        for view in views
-        for message in (
-            *_mistakes(view),
-            *_doubts(view),
-            *_refusals(view),
-            *_strangers(view),
-            *_losses(view, views),
-        )
-    ]
-    return [*each, *_several_databases(views)]
+    for view in views:
+        yield from _errors(view)
+        yield from _decorator_warnings(view)
+        yield from _scope_warnings(view)
+        yield from _atomic_requests_warnings(view, views)
+    yield from _second_database_warnings(views)
 
 
 @register(Tags.database)
 def check_aliases(
     app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
+) -> Iterator[CheckMessage]:
     """W018: a view with ``using=`` that names a second alias of the database to which the router
     writes.
 
     ``manage.py check --database default --database ALIAS`` asks the servers of both.
     """
-    routed = router.db_for_write(IdempotencyKey)
-    if routed not in (databases or ()):
-        return []
-    of_alias: dict[str, list[str]] = {}
+    routed, checked = router.db_for_write(IdempotencyKey), databases or ()
+    if routed not in checked:
+        return
+    paths_by_alias: dict[str, list[str]] = {}
     for view in views_to_check():
-        if (
-            isinstance(using := view.options.using, str)
-            and using in (databases or ())
-            and using != routed
-        ):
-            of_alias.setdefault(using, []).append(view.path)
-    return [
-        Warning(
-            f"The databases {using!r} and {routed!r} are the same one. Views with using={using!r}"
-            f" are not in one transaction with the queries that the router sends to {routed!r}:"
-            f" {', '.join(paths)}.",
-            hint=f"Remove using= from these views. Use the alias {using!r} to migrate only.",
-            id="idempotency.W018",
-        )
-        for using, paths in of_alias.items()
-        if _are_one(using, routed)
-    ]
+        using = view.options.using
+        if isinstance(using, str) and using in checked and using != routed:
+            paths_by_alias.setdefault(using, []).append(view.path)
+    for alias, paths in paths_by_alias.items():
+        if _are_one(alias, routed):
+            yield warning(
+                "W018",
+                f"The databases {alias!r} and {routed!r} are the same one. Views with"
+                f" using={alias!r} are not in one transaction with the queries that the router"
+                f" sends to {routed!r}: {', '.join(paths)}.",
+                f"Remove using= from these views. Use the alias {alias!r} to migrate only.",
+            )
 
 
 def _are_one(alias: str, other: str) -> bool:
@@ -94,151 +78,123 @@ def _are_one(alias: str, other: str) -> bool:
         return False  # E013 reports a database that cannot be reached.
 
 
-def _mistakes(view: Protected) -> Iterator[CheckMessage]:
+def _errors(view: Protected) -> Iterator[CheckMessage]:
     using = view.options.using
     if isinstance(using, str) and using not in connections.settings:
-        yield Error(
+        yield error(
+            "E005",
             f"The view {view.path} has @idempotent(using={using!r}), which is not a database.",
-            hint=f"The databases are: {', '.join(connections.settings)}.",
-            id="idempotency.E005",
+            f"The databases are: {', '.join(connections.settings)}.",
         )
     owner = class_of(view.callback)
     if owner is not None and (
         access_is_checked_inside(owner)
         or (hasattr(owner, "initialize_request") and hasattr(owner.dispatch, "idempotency"))
     ):
-        yield Error(
+        yield error(
+            "E007",
             f"The view {view.path} has @idempotent on dispatch() of {owner.__qualname__}, outside"
             " its access check, so each request is refused.",
-            hint="Apply it to the method: post(), create(), ...",
-            id="idempotency.E007",
+            "Apply it to the method: post(), create(), ...",
         )
     alias = router.db_for_write(IdempotencyKey) if using is None else using
     apart = view.options.recovery_points is not None or conf.get().CONFIRM_REPLICATED
-    if apart and any(
-        (block.using or DEFAULT_DB_ALIAS) == alias
-        for block in _atomic_blocks(handlers(view.callback, *view.methods))
-    ):
-        yield Error(
+    blocks = _atomic_blocks(handlers(view.callback, *view.methods))
+    if apart and any((block.using or DEFAULT_DB_ALIAS) == alias for block in blocks):
+        yield error(
+            "E008",
             f"The view {view.path} has @transaction.atomic around @idempotent. A rollback there"
             " would undo committed work, so each request is refused.",
-            hint=(
-                "Remove it. @idempotent opens the transaction of a plain view, and atomic_phase"
-                " opens those of a phased view."
-            ),
-            id="idempotency.E008",
+            "Remove it. @idempotent opens the transaction of a plain view, and atomic_phase"
+            " opens those of a phased view.",
         )
 
 
-def _doubts(view: Protected) -> Iterator[CheckMessage]:
-    """Yield warnings for views whose decorator, or an option of it, has less effect than
-    expected."""
+def _decorator_warnings(view: Protected) -> Iterator[CheckMessage]:
+    """Yield warnings for views whose decorator, or an option of it, has less effect than expected.
+    A ``dispatch()`` that runs before the protected handler of its class may refuse the retry."""
     from django.contrib.auth.views import LoginView  # needs the models
 
     owner = class_of(view.callback)
     if not view.methods:
-        yield Warning(
+        yield warning(
+            "W004",
             f"The view {view.path} has @idempotent, but only safe methods, which are not"
             " protected.",
-            hint="Remove it, or let the view accept POST, PUT, PATCH or DELETE.",
-            id="idempotency.W004",
+            "Remove it, or let the view accept POST, PUT, PATCH or DELETE.",
         )
-    if (
-        owner is not None
-        and issubclass(owner, LoginView)
-        and view.options.scope in (None, scopes.user_or_session)
-    ):
-        yield Warning(
+    by_default = view.options.scope in (None, scopes.user_or_session)
+    if owner is not None and issubclass(owner, LoginView) and by_default:
+        yield warning(
+            "W005",
             f"The view {view.path} ({owner.__qualname__}) changes the user, and with it the default"
             " scope. A retry has another scope and runs again.",
-            hint=(
-                "Give it a scope that does not change: scope=idempotency.scopes.session survives a"
-                " login."
-            ),
-            id="idempotency.W005",
+            "Give it a scope that does not change: scope=idempotency.scopes.session survives a"
+            " login.",
         )
     least, hours = conf.get().RETENTION_HOURS, view.options.retention_hours
     if hours is not None and hours < least:
-        yield Warning(
+        yield warning(
+            "W016",
             f"The view {view.path} has @idempotent(retention_hours={hours}), without effect:"
             f" RETENTION_HOURS is {least}.",
-            hint=(
-                "Remove it. Or lower RETENTION_HOURS, and set retention_hours for each view that"
-                " needs a longer time. Existing keys keep their retention."
-            ),
-            id="idempotency.W016",
+            "Remove it. Or lower RETENTION_HOURS, and set retention_hours for each view that"
+            " needs a longer time. Existing keys keep their retention.",
         )
-    yield from _doubts_of_scope(view)
+    if view.methods and (found := foreign_dispatches(view.callback)):
+        yield warning(
+            "W012",
+            f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and"
+            f" {', '.join(found)} runs before it. If that method refuses requests because of data"
+            " that the view changes, such as an empty basket, it refuses the retry too.",
+            "Decorate dispatch() of the class instead, or check such data inside the method. If"
+            " dispatch() checks only the request and its sender, silence this check.",
+        )
 
 
-def _doubts_of_scope(view: Protected) -> Iterator[CheckMessage]:
-    by_session = view.options.scope in (None, scopes.session, scopes.user, scopes.user_or_session)
-    if class_of(view.callback) is None and by_session and _nobody_says_who(view.callback):
-        yield Warning(
+def _scope_warnings(view: Protected) -> Iterator[CheckMessage]:
+    """Yield warnings for a scope that is always empty, or that the completer cannot read, or that
+    two users may share, because their primary keys are unique only within a database."""
+    by_user = view.options.scope in (None, scopes.user, scopes.user_or_session)
+    by_session = by_user or view.options.scope is scopes.session
+    if class_of(view.callback) is None and by_session and _has_no_sender(view.callback):
+        yield warning(
+            "W006",
             f"The view {view.path} has no middleware that sets a user or a session. Each request"
             " has no scope and is refused.",
-            hint=(
-                "Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view"
-                " a scope=."
-            ),
-            id="idempotency.W006",
+            "Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view"
+            " a scope=.",
         )
     reads = [
         path
         for path in scopes.reads_of(view.options.scope)
-        if path in _IDS_OF_USER or not path.startswith("user.")
+        if (path in _IDS_OF_USER or not path.startswith("user."))
+        and ("." in path or path not in view.options.keep)
     ]
-    reads = [path for path in reads if "." in path or path not in view.options.keep]
     if view.options.recovery_points is not None and reads and conf.get().PREPARE_REQUEST is None:
-        yield Warning(
+        yield warning(
+            "W009",
             f"The scope of the view {view.path} reads request.{', request.'.join(reads)}, which the"
             " completer's request does not have. The key of a sender that is not a Django user"
             " becomes stuck (user_missing).",
-            hint=(
-                "Name the attribute in keep=. Or set IDEMPOTENCY['PREPARE_REQUEST'] to a function"
-                " that reads the key and sets one of: this attribute, request.user, request.auth."
-            ),
-            id="idempotency.W009",
+            "Name the attribute in keep=. Or set IDEMPOTENCY['PREPARE_REQUEST'] to a function"
+            " that reads the key and sets one of: this attribute, request.user, request.auth.",
         )
-
-
-def _refusals(view: Protected) -> Iterator[CheckMessage]:
-    """Yield a warning if a ``dispatch()`` runs before the protected handler of its class, because
-    it may refuse the retry."""
-    if view.methods and (found := foreign_dispatches(view.callback)):
-        yield Warning(
-            f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and"
-            f" {', '.join(found)} runs before it. If that method refuses requests because of data"
-            " that the view changes, such as an empty basket, it refuses the retry too.",
-            hint=(
-                "Decorate dispatch() of the class instead, or check such data inside the method. If"
-                " dispatch() checks only the request and its sender, silence this check."
-            ),
-            id="idempotency.W012",
-        )
-
-
-def _strangers(view: Protected) -> Iterator[CheckMessage]:
-    """Yield a warning if two users may have the same scope: primary keys of users are unique only
-    within a database."""
     using = view.options.using or router.db_for_write(IdempotencyKey)
     users = router.db_for_write(get_user_model())
-    by_user = view.options.scope in (None, scopes.user, scopes.user_or_session)
     if by_user and not callable(using) and using in connections.settings and using != users:
-        yield Warning(
+        yield warning(
+            "W011",
             f"The view {view.path} stores its keys in the database {using!r}, and users are in"
             f" {users!r}. If users are in several databases, two of them may have the same primary"
             " key, and so the same scope.",
-            hint=(
-                "Give the view a scope that includes the database:"
-                " scope=joined(attribute('tenant.pk'), user) of idempotency.scopes. If all users"
-                " are in one database, silence this check."
-            ),
-            id="idempotency.W011",
+            "Give the view a scope that includes the database:"
+            " scope=joined(attribute('tenant.pk'), user) of idempotency.scopes. If all users"
+            " are in one database, silence this check.",
         )
 
 
-def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
+def _atomic_requests_warnings(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
     """Yield a warning if unprotected methods run outside ATOMIC_REQUESTS, because Django excludes a
     view as a whole."""
     if not atomic_aliases() or not view.methods or class_of(view.callback) is None:
@@ -252,37 +208,32 @@ def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
         and not any(_atomic_blocks(handlers(view.callback, method)))
     )
     if unprotected:
-        yield Warning(
+        yield warning(
+            "W008",
             f"The view {view.path} runs {', '.join(unprotected)} outside ATOMIC_REQUESTS, because"
             " another of its methods is protected.",
-            hint="Apply @transaction.atomic to those methods, or protect them too.",
-            id="idempotency.W008",
+            "Apply @transaction.atomic to those methods, or protect them too.",
         )
 
 
-def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
+def _second_database_warnings(views: list[Protected]) -> Iterator[CheckMessage]:
     """Yield one warning for all plain views that also have a transaction in another database than
     that of the key."""
     found: dict[str, set[str]] = {}
     for view in views:
-        if (
-            view.options.recovery_points is None
-            and view.methods
-            and (others := _other_databases(view))
-        ):
+        is_plain = view.options.recovery_points is None
+        if is_plain and view.methods and (others := _other_databases(view)):
             found[view.path] = others
     if found:
         aliases = ", ".join(sorted(set.union(*found.values())))
-        yield Warning(
+        yield warning(
+            "W010",
             f"The databases {aliases} have ATOMIC_REQUESTS, and plain views have their keys"
             f" elsewhere: {', '.join(found)}. A write to a second database takes effect at least"
             " once per key, not exactly once.",
-            hint=(
-                "Apply @transaction.non_atomic_requests(using=...) inside @idempotent to views that"
-                " do not write there. In the other views, guard each write there with a row that is"
-                " unique by scope and key."
-            ),
-            id="idempotency.W010",
+            "Apply @transaction.non_atomic_requests(using=...) inside @idempotent to views that"
+            " do not write there. In the other views, guard each write there with a row that is"
+            " unique by scope and key.",
         )
 
 
@@ -300,23 +251,19 @@ def _other_databases(view: Protected) -> set[str]:
     return aliases - {using or router.db_for_write(IdempotencyKey)}
 
 
-def _atomic_blocks(views: Iterable[View]) -> Iterator[transaction.Atomic]:
+def _atomic_blocks(views: Iterable[View]) -> Iterator[Atomic]:
     for layer in (layer for view in views for layer in outside(view)):
         if isfunction(layer) and layer.__globals__["__name__"] == "contextlib":
             block = getclosurevars(layer).nonlocals.get("self")
-            if isinstance(block, transaction.Atomic):
+            if isinstance(block, Atomic):
                 yield block
 
 
-def _nobody_says_who(callback: View) -> bool:
+def _has_no_sender(callback: View) -> bool:
     """Return whether all decorators and middleware belong to Django or this app, and no middleware
     sets users or sessions."""
-    modules = [
-        layer.__globals__["__name__"] if isfunction(layer) else ""
-        for layer in (callback, *outside(callback))
-    ]
-    known = all(
-        name.partition(".")[0] in ("django", "idempotency")
-        for name in [*modules, *settings.MIDDLEWARE]
-    )
+    layers = (callback, *outside(callback))
+    names = [layer.__globals__["__name__"] if isfunction(layer) else "" for layer in layers]
+    roots = {name.partition(".")[0] for name in [*names, *settings.MIDDLEWARE]}
+    known = roots <= {"django", "idempotency"}
     return known and not any("sessions" in path or "auth" in path for path in settings.MIDDLEWARE)

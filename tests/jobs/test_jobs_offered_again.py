@@ -17,7 +17,7 @@ from pytest_django import Settings
 
 from idempotency import backends
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OfferAgain, OneByOne
-from idempotency.checks.references import check_references
+from idempotency.checks.databases import check_references
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.interventions import retry_jobs
