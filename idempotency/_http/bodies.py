@@ -15,8 +15,8 @@ from django.http import HttpRequest, QueryDict, RawPostDataException
 from django.utils.datastructures import ImmutableList
 
 from idempotency._hidden import Hidden
-from idempotency._http import problems
 from idempotency._http.fingerprint import content_length, is_multipart, is_parsed, readable
+from idempotency._http.problems import Problem
 
 FORM = "application/x-www-form-urlencoded"
 _STREAM = "_idempotency_stream"
@@ -193,7 +193,7 @@ def _refuse_cut_body(request: HttpRequest) -> None:
         arrived = max(stream.getbuffer().nbytes, len(request.body))
         cut = arrived < content_length(request) and not _has_end(request)
     if cut:
-        raise problems.body_incomplete()
+        raise Problem("body_incomplete")
 
 
 def _has_rest(stream: Any) -> bool:

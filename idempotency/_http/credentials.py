@@ -14,46 +14,13 @@ from idempotency import conf
 NOT_STORED = "not-stored"
 #: The names that the app knows. Case, hyphens, underscores and a leading ``x-`` do not matter.
 NAMES = (
-    *(
-        "access_key",
-        "access_token",
-        "api_key",
-        "api_secret",
-        "api_token",
-        "auth",
-        "auth_key",
-        "auth_token",
-    ),
-    *(
-        "authentication_info",
-        "authorization",
-        "bearer",
-        "bearer_token",
-        "client_secret",
-        "credential",
-        "credentials",
-    ),
-    *(
-        "csrf_token",
-        "csrfmiddlewaretoken",
-        "id_token",
-        "jwt",
-        "passphrase",
-        "passwd",
-        "password",
-        "private_key",
-    ),
-    *(
-        "proxy_authorization",
-        "refresh_token",
-        "secret",
-        "secret_key",
-        "security_token",
-        "session_id",
-        "session_key",
-    ),
-    *("session_token", "token"),
-)
+    "access_key", "access_token", "api_key", "api_secret", "api_token", "auth", "auth_key",
+    "auth_token", "authentication_info", "authorization", "bearer", "bearer_token",
+    "client_secret", "credential", "credentials", "csrf_token", "csrfmiddlewaretoken", "id_token",
+    "jwt", "passphrase", "passwd", "password", "private_key", "proxy_authorization",
+    "refresh_token", "secret", "secret_key", "security_token", "session_id", "session_key",
+    "session_token", "token",
+)  # fmt: skip
 
 
 def is_credential(name: str) -> bool:

@@ -112,7 +112,7 @@ def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
     request, using = call.request, options.alias(call.request)
     try:
         if not (scope := scopes.scope_of(call.seen_request, options.scope)):
-            raise problems.scope_missing()
+            raise Problem("scope_missing")
         if (refusal := _refusal(call, options)) is not None:
             return refusal
         framework = call.seen_request is not request

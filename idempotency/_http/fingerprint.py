@@ -69,7 +69,7 @@ def fingerprint(
     Raises BadRequest for a multipart body in an unreadable charset.
     """
     way = f"v{VERSION}{'h' * by_host}{f'k{_name(settings.SECRET_KEY)}' if keyed else ''}"
-    return _made(way, request, body, by_host=by_host)
+    return _compute(way, request, body, by_host=by_host)
 
 
 def made_alike(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
@@ -85,24 +85,16 @@ def made_alike(stored: str, request: HttpRequest, body: Hidden[bytes | None]) ->
             " SECRET_KEY_FALLBACKS"
         )
         return None
-    return _made(way, request, body, by_host=bool(found["host"]))
+    return _compute(way, request, body, by_host=bool(found["host"]))
 
 
-def _made(way: str, request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool) -> str:
-    place = []
-    if urlconf := chosen_urlconf(request):
-        place.append(b"urlconf " + urlconf.encode())
+def _compute(way: str, request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool) -> str:
+    place = [b"urlconf " + urlconf.encode()] if (urlconf := chosen_urlconf(request)) else []
     if by_host:
-        place += [
-            b"host " + host_of(request).lower().encode(),
-            request.META.get("SCRIPT_NAME", "").encode(),
-        ]
-    parts = [
-        (request.method or "").encode(),
-        target(request).encode(),
-        *_content(request, body),
-        *place,
-    ]
+        host = host_of(request).lower().encode()
+        place += [b"host " + host, request.META.get("SCRIPT_NAME", "").encode()]
+    method = (request.method or "").encode()
+    parts = [method, target(request).encode(), *_content(request, body), *place]
     digest = _empty_digest(way.partition("k")[2])
     for part in parts:
         digest.update(b"%d:" % len(part))
@@ -121,10 +113,8 @@ def _empty_digest(name: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _keyed_digest(secret: str | bytes) -> Any:
-    return hmac.new(
-        hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest(),
-        digestmod=hashlib.sha256,
-    )
+    key = hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest()
+    return hmac.new(key, digestmod=hashlib.sha256)
 
 
 def _secrets() -> list[str | bytes]:
@@ -144,11 +134,9 @@ def target(request: HttpRequest) -> str:
         sent = query.encode("utf-8" if isinstance(request, ASGIRequest) else "latin-1")
     except UnicodeEncodeError:
         sent = query.encode()
-    path = (
-        request.path_info
-        if _PLAIN_PATH.fullmatch(request.path_info)
-        else escape_uri_path(request.path_info)
-    )
+    path = request.path_info
+    if not _PLAIN_PATH.fullmatch(path):
+        path = escape_uri_path(path)
     return path + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
 
 
@@ -247,9 +235,8 @@ def _multipart(request: HttpRequest) -> bytes:
     if "_body" in vars(request) and _has_unreadable_text(parts.value[0]):
         # A parser of the view may tell such bytes apart.
         parts = _parsed(request, "latin-1")
-    files = Hidden(
-        [[name, [_file(file) for file in files]] for name, files in _sorted(parts.value[1])]
-    )
+    uploads = _sorted(parts.value[1])
+    files = Hidden([[name, [_file(file) for file in files]] for name, files in uploads])
     fields = [pair for pair in _sorted(parts.value[0]) if pair[0] != _CSRF_FIELD]
     return json.dumps([fields, files.value]).encode()
 
@@ -266,9 +253,8 @@ def _parts(request: HttpRequest) -> Hidden[_Parts]:
 
 def _parsed(request: HttpRequest, encoding: str) -> Hidden[_Parts]:
     handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
-    return Hidden(
-        readable(MultiPartParser(request.META, BytesIO(request.body), handlers, encoding).parse)
-    )
+    parser = MultiPartParser(request.META, BytesIO(request.body), handlers, encoding)
+    return Hidden(readable(parser.parse))
 
 
 def _has_unreadable_text(fields: QueryDict) -> bool:

@@ -6,43 +6,114 @@ A browser gets a page instead of a problem document. A project replaces the temp
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.template import Context, Engine, TemplateDoesNotExist, loader
 
 from idempotency import conf
-from idempotency.exceptions import (
-    InProgress,
-    InterventionRequired,
-    KeyReused,
-    StuckCode,
-    Unavailable,
-)
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, Unavailable
 from idempotency.http import not_stored
 
+#: The codes of Unavailable that are codes of problems.
+_UNAVAILABLE = (
+    *("conflict", "database_unavailable", "time_limit_exceeded"),
+    *("not_replicated", "unknown_recovery_point"),
+)
 #: The exceptions of a run that have an error response.
 REFUSALS = (InProgress, KeyReused, InterventionRequired, Unavailable)
 
-_TITLES = {
-    "key_missing": "The idempotency key is missing",
-    "key_invalid": "The idempotency key is not valid",
-    "body_incomplete": "The body of the request is incomplete",
-    "scope_missing": "The scope of the idempotency key is missing",
-    "key_reused": "The idempotency key was used for another request",
-    "key_in_use": "A request with this idempotency key is in progress",
-    "key_stuck": "The request with this idempotency key requires manual intervention",
-    "conflict": "The request conflicts with concurrent requests",
-    "database_unavailable": "The database cannot be reached",
-    "time_limit_exceeded": "The request exceeded a time limit of the database",
-    "not_replicated": "The response is not confirmed by a standby yet",
-    "unknown_recovery_point": "This version of the service cannot continue the request",
+
+class _Kind(NamedTuple):
+    title: str
+    status: int
+    detail: str = ""
+    retryable: bool = False
+    retry_after: float | None = None
+
+
+_LATER = "Retry after the time in Retry-After, with the same key."
+#: The problems by their codes.
+KINDS = {
+    "key_missing": _Kind("The idempotency key is missing", 400),
+    "key_invalid": _Kind("The idempotency key is not valid", 400),
+    # The connection closed before the whole body arrived. No key was claimed.
+    "body_incomplete": _Kind(
+        "The body of the request is incomplete",
+        400,
+        "Send the whole request again, with the same key.",
+        retryable=True,
+    ),
+    # The request has no user, no session, or the function scope= returned nothing.
+    "scope_missing": _Kind(
+        "The scope of the idempotency key is missing",
+        400,
+        "The request does not identify its sender. Sign in, or send the session cookie or the"
+        " credentials that this service requires.",
+    ),
+    # The response reveals nothing of the request for which the key was used. Its status is
+    # MISMATCH_STATUS.
+    "key_reused": _Kind(
+        "The idempotency key was used for another request",
+        0,
+        "This key was used for a different request. Use a new key for each new request.",
+    ),
+    "key_in_use": _Kind(
+        "A request with this idempotency key is in progress", 409, _LATER, retryable=True
+    ),
+    "key_stuck": _Kind(
+        "The request with this idempotency key requires manual intervention",
+        409,
+        "This request requires manual intervention. Keep the key: after the intervention, a retry"
+        " with it gets the answer.",
+    ),
+    # Each attempt in the process had a serialization failure.
+    "conflict": _Kind(
+        "The request conflicts with concurrent requests",
+        409,
+        "Retry with the same key. Work that was committed is not repeated.",
+        retryable=True,
+        retry_after=1,
+    ),
+    # The database was lost before or during the view. A retry finds the work that was committed.
+    "database_unavailable": _Kind(
+        "The database cannot be reached",
+        503,
+        "Send the request again, with the same key.",
+        retryable=True,
+        retry_after=1,
+    ),
+    # PostgreSQL has ended the transaction of the view. A retry would probably exceed the time
+    # limit too.
+    "time_limit_exceeded": _Kind(
+        "The request exceeded a time limit of the database",
+        503,
+        "The work of this request took too long and was rolled back. A retry with the same key runs"
+        " it again, and may fail in the same way. Contact the operator of this service.",
+    ),
+    # A synchronous standby has not confirmed what the response reports. A retry waits again.
+    "not_replicated": _Kind(
+        "The response is not confirmed by a standby yet",
+        503,
+        _LATER,
+        retryable=True,
+        retry_after=2,
+    ),
+    # The running code does not know the recovery point of the key.
+    "unknown_recovery_point": _Kind(
+        "This version of the service cannot continue the request",
+        503,
+        "Retry later, with the same key.",
+        retryable=True,
+        retry_after=2,
+    ),
 }
 
 _TEMPLATE = "idempotency/problem.html"
 _FOLDER = Path(__file__).parents[1] / "templates"
-#: The types of an error response, in the order of preference for a client that accepts them alike.
+#: The media types of an error response, in order of preference if a client accepts them alike.
 _TYPES = ("application/problem+json", "application/json", "text/html")
 
 #: The arguments of ERROR_RENDERER, by name.
@@ -53,21 +124,16 @@ class Problem(Exception):
     """An error response of this app; ``entry.answer_request`` catches it and returns its
     response."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        detail: str,
-        *,
-        retryable: bool = False,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(detail)
-        self.status, self.code, self.detail, self.retryable = status, code, detail, retryable
+    def __init__(self, code: str, **given: Any) -> None:
+        """Make a problem of a kind; ``given`` replaces fields of it."""
+        kind = KINDS[code]._replace(**given)
+        super().__init__(kind.detail)
+        self.code, self.title, self.status = code, kind.title, kind.status
+        self.detail, self.retryable = kind.detail, kind.retryable
         self.headers = {"Cache-Control": "no-store"}
-        if retry_after is not None:
+        if kind.retry_after is not None:
             # Whole seconds, at least one, rounded down so as not to exceed the time of the lock.
-            self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
+            self.headers["Retry-After"] = str(max(1, math.floor(kind.retry_after)))
 
     def response(self, request: HttpRequest) -> HttpResponseBase:
         """Return the response to a request: that of ERROR_RENDERER if it is set, a page for a
@@ -77,28 +143,17 @@ class Problem(Exception):
 
     def _rendered(self, request: HttpRequest) -> HttpResponseBase:
         limits = conf.get()
-        members = {
-            "title": _TITLES[self.code],
-            "status": self.status,
-            "detail": self.detail,
-            "code": self.code,
-            "retryable": self.retryable,
-        }
+        names = ("title", "status", "detail", "code", "retryable")
+        members: dict[str, Any] = {name: getattr(self, name) for name in names}
         if limits.ERROR_RENDERER is not None:
-            rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(
-                request=request, **members, headers=self.headers
-            )
-            return rendered
+            render: Callable[..., HttpResponseBase] = conf.named(limits.ERROR_RENDERER)
+            return render(request=request, **members, headers=self.headers)
         if _prefers_html(request):
-            content = _page(request, members | {"retry_after": self.headers.get("Retry-After", "")})
-            return HttpResponse(content, status=self.status, headers=self.headers)
+            members["retry_after"] = self.headers.get("Retry-After", "")
+            return HttpResponse(_page(request, members), status=self.status, headers=self.headers)
         document = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
-        return JsonResponse(
-            document,
-            status=self.status,
-            headers=self.headers,
-            content_type="application/problem+json",
-        )
+        kind = "application/problem+json"
+        return JsonResponse(document, status=self.status, headers=self.headers, content_type=kind)
 
 
 def _prefers_html(request: HttpRequest) -> bool:
@@ -127,110 +182,21 @@ def _page(request: HttpRequest, context: dict[str, Any]) -> str:
 
 def key_missing() -> Problem:
     name = conf.get().HEADER_NAMES[0]
-    return Problem(
-        400,
-        "key_missing",
-        f"Send a unique key in the header {name}. Send the same key with each retry.",
-    )
+    detail = f"Send a unique key in the header {name}. Send the same key with each retry."
+    return Problem("key_missing", detail=detail)
 
 
 def key_invalid(detail: str) -> Problem:
-    return Problem(400, "key_invalid", detail)
-
-
-def body_incomplete() -> Problem:
-    """The connection closed before the whole body arrived. No key was claimed."""
-    return Problem(
-        400, "body_incomplete", "Send the whole request again, with the same key.", retryable=True
-    )
-
-
-def scope_missing() -> Problem:
-    """The request has no scope: no user, no session, or the function ``scope=`` returned
-    nothing."""
-    detail = (
-        "The request does not identify its sender. Sign in, or send the session cookie or the"
-        " credentials that this service requires."
-    )
-    return Problem(400, "scope_missing", detail)
+    return Problem("key_invalid", detail=detail)
 
 
 def problem_of(refusal: InProgress | KeyReused | InterventionRequired | Unavailable) -> Problem:
     """Return the error response to a request whose run was refused, or did not end."""
     match refusal:
         case InProgress():
-            return _key_in_use(refusal.retry_after)
+            return Problem("key_in_use", retry_after=refusal.retry_after)
         case KeyReused():
-            return _key_reused()
+            return Problem("key_reused", status=conf.get().MISMATCH_STATUS)
         case InterventionRequired():
-            return _key_stuck()
-    return _UNAVAILABLE.get(refusal.code, _database_unavailable)()
-
-
-def _key_reused() -> Problem:
-    """The key was used for a different request, of which the response reveals nothing."""
-    detail = "This key was used for a different request. Use a new key for each new request."
-    return Problem(conf.get().MISMATCH_STATUS, "key_reused", detail)
-
-
-def _key_in_use(retry_after: float) -> Problem:
-    detail = "Retry after the time in Retry-After, with the same key."
-    return Problem(409, "key_in_use", detail, retryable=True, retry_after=retry_after)
-
-
-def _key_stuck() -> Problem:
-    detail = (
-        "This request requires manual intervention. Keep the key: after the intervention, a retry"
-        " with it gets the answer."
-    )
-    return Problem(409, "key_stuck", detail)
-
-
-def _unknown_recovery_point() -> Problem:
-    """The running code does not know the recovery point of the key."""
-    code = StuckCode.UNKNOWN_RECOVERY_POINT
-    return Problem(503, code, "Retry later, with the same key.", retryable=True, retry_after=2)
-
-
-def _conflict() -> Problem:
-    """Each attempt in the process had a serialization failure."""
-    return Problem(
-        409,
-        "conflict",
-        "Retry with the same key. Work that was committed is not repeated.",
-        retryable=True,
-        retry_after=1,
-    )
-
-
-def _database_unavailable() -> Problem:
-    """The database was lost before or during the view. A retry finds the work that was
-    committed."""
-    detail = "Send the request again, with the same key."
-    return Problem(503, "database_unavailable", detail, retryable=True, retry_after=1)
-
-
-def _time_limit_exceeded() -> Problem:
-    """PostgreSQL has ended the transaction of the view at a time limit. A retry would probably
-    exceed it too."""
-    detail = (
-        "The work of this request took too long and was rolled back. A retry with the same key runs"
-        " it again, and may fail in the same way. Contact the operator of this service."
-    )
-    return Problem(503, "time_limit_exceeded", detail)
-
-
-def _not_replicated() -> Problem:
-    """A synchronous standby has not confirmed what the response reports. A retry waits for the
-    confirmation again."""
-    detail = "Retry after the time in Retry-After, with the same key."
-    return Problem(503, "not_replicated", detail, retryable=True, retry_after=2)
-
-
-_UNAVAILABLE = {
-    "conflict": _conflict,
-    "database_unavailable": _database_unavailable,
-    "time_limit_exceeded": _time_limit_exceeded,
-    "not_replicated": _not_replicated,
-    "unknown_recovery_point": _unknown_recovery_point,
-}
+            return Problem("key_stuck")
+    return Problem(refusal.code if refusal.code in _UNAVAILABLE else "database_unavailable")

@@ -3,9 +3,9 @@
 from django.core.checks import Error, Warning
 
 
-def error(number: str, text: str, hint: str | None = None) -> Error:
-    return Error(text, hint=hint, id=f"idempotency.{number}")
+def error(check_id: str, text: str, hint: str | None = None) -> Error:
+    return Error(text, hint=hint, id=check_id)
 
 
-def warning(number: str, text: str, hint: str) -> Warning:
-    return Warning(text, hint=hint, id=f"idempotency.{number}")
+def warning(check_id: str, text: str, hint: str) -> Warning:
+    return Warning(text, hint=hint, id=check_id)

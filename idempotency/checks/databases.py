@@ -5,7 +5,7 @@ W017 query a database.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from django.core.checks import CheckMessage, Error, Tags, register
+from django.core.checks import CheckMessage, Tags, register
 from django.db import OperationalError, connections, router
 from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 
@@ -26,21 +26,21 @@ def check_database(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     vendor = connections[alias].vendor
     if vendor not in ("postgresql", "sqlite"):
         yield error(
-            "E002",
+            "idempotency.E002",
             f"The database {alias!r}, which stores the idempotency keys, is {vendor}.",
             "Route the models of the app 'idempotency' to PostgreSQL, or to SQLite for"
             " development.",
         )
     if not connections[alias].settings_dict.get("AUTOCOMMIT", True):
         yield error(
-            "E006",
+            "idempotency.E006",
             f"The database {alias!r}, which stores the idempotency keys, has AUTOCOMMIT off:"
             " nothing would commit them.",
             "Turn AUTOCOMMIT on: @idempotent and atomic_phase open their own transactions.",
         )
     if vendor == "sqlite" and conf.are_valid() and conf.get().CONFIRM_REPLICATED:
         yield warning(
-            "W014",
+            "idempotency.W014",
             "The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database"
             f" {alias!r} is SQLite.",
             "Remove the setting from settings files that use SQLite, which has no standby"
@@ -52,7 +52,7 @@ def check_database(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     }
     if len(set(places.values())) > 1:
         yield error(
-            "E009",
+            "idempotency.E009",
             "The router sends models that must share a transaction to different databases:"
             f" {places}.",
             "Route all models of the app 'idempotency' to one database; using= chooses"
@@ -67,14 +67,14 @@ def check_deployed_database(app_configs: Any, **kwargs: Any) -> Iterator[CheckMe
     vendor, options = connections[alias].vendor, connections[alias].settings_dict["OPTIONS"]
     if vendor == "sqlite":
         yield warning(
-            "W007",
+            "idempotency.W007",
             f"The database {alias!r}, which stores the idempotency keys, is SQLite: one request"
             " writes at a time.",
             "SQLite is for development. The guarantees hold on PostgreSQL.",
         )
     elif vendor == "postgresql" and "prepare_threshold" not in options:
         yield warning(
-            "W015",
+            "idempotency.W015",
             f"The option prepare_threshold is not set in DATABASES[{alias!r}]['OPTIONS']:"
             " PostgreSQL plans each statement of this app again, so that a protected request"
             " takes 1.5 to 2.7 times as long.",
@@ -100,12 +100,12 @@ def check_engine(
                 connection.ensure_connection()
             except OperationalError as cause:
                 text = f"The database {alias!r} cannot be reached: {first_line(cause)}"
-                yield error("E013", text, "Start it, or correct DATABASES.")
+                yield error("idempotency.E013", text, "Start it, or correct DATABASES.")
                 continue
             problem, _ = database_product.examine(connection)
             if problem:
                 hint = "Route the models of the app 'idempotency' to PostgreSQL."
-                yield Error(problem, hint=hint, id=database_product.CHECK_ID)
+                yield error(database_product.CHECK_ID, problem, hint)
             else:
                 yield from _mixed_levels(alias)
 
@@ -117,7 +117,7 @@ def _mixed_levels(alias: str) -> Iterator[CheckMessage]:
     for setting in ("PHASE_ISOLATION", "PLAIN_ISOLATION"):
         if (level := getattr(conf.get(), setting)) not in (None, others):
             yield warning(
-                "W017",
+                "idempotency.W017",
                 f"{setting} is {level!r}, but other transactions in the database {alias!r} run at"
                 f" {others!r}.",
                 "Above 'read committed', a transaction that waits for a lock reads data from before"
@@ -132,7 +132,7 @@ def check_references(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     such a job in each pass."""
     return [
         error(
-            "E010",
+            "idempotency.E010",
             f"The foreign key {relation.field} prevents the deletion of staged jobs, which are"
             " deleted after their hand-over.",
             "Set on_delete=SET_NULL or CASCADE, or store the id of the job in a UUIDField.",
@@ -150,7 +150,7 @@ def check_databases_of_references(app_configs: Any, **kwargs: Any) -> list[Check
     alias = router.db_for_write(IdempotencyKey)
     return [
         warning(
-            "W020",
+            "idempotency.W020",
             f"The foreign key {field} refers to idempotency keys in the database {alias!r}, but the"
             " router keeps its rows in another database.",
             "No database can check or change such a reference, and if the table is missing"

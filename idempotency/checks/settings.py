@@ -20,12 +20,12 @@ from idempotency.policy import views_to_check
 def check_settings(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     """E001: an invalid setting. W001, W002: settings that contradict each other."""
     if problems := conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
-        yield from (error("E001", problem) for problem in problems)
+        yield from (error("idempotency.E001", problem) for problem in problems)
         return
     limits = conf.get()
     if limits.COMPLETER_MIN_AGE_SECONDS <= limits.LOCK_TIMEOUT_SECONDS:
         yield warning(
-            "W001",
+            "idempotency.W001",
             "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not above"
             " LOCK_TIMEOUT_SECONDS: the completer may run a request that its client is about to"
             " retry.",
@@ -33,7 +33,7 @@ def check_settings(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
         )
     if limits.COMPLETER_MIN_AGE_SECONDS >= limits.RETENTION_HOURS * 3600:
         yield warning(
-            "W002",
+            "idempotency.W002",
             "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not below RETENTION_HOURS:"
             " the reaper marks each abandoned request as stuck before the completer has"
             " run it.",
@@ -50,7 +50,7 @@ def check_callables(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
             continue
         if problem := _problem(path, _PROBLEMS.get(name, _not_callable)):
             yield error(
-                "E012",
+                "idempotency.E012",
                 f"The setting IDEMPOTENCY[{name!r}] is {path!r}, which cannot be called:"
                 f" {problem}.",
                 "Name a function as 'package.module.function', or omit the setting.",
@@ -65,7 +65,7 @@ def check_sessions(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     for view in views_to_check():
         if view.options.scope is scopes.session:
             yield error(
-                "E011",
+                "idempotency.E011",
                 f"The scope of the view {view.path} is the session. Sessions with the same content"
                 " cannot be distinguished with signed_cookies, so each request is refused.",
                 "Set SESSION_ENGINE to one that stores sessions in a database or a cache, or give"
@@ -86,7 +86,7 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     for queue, path in given.items():
         if problem := _problem(path, _not_a_backend):
             yield error(
-                "E003",
+                "idempotency.E003",
                 f"The setting IDEMPOTENCY['ENQUEUERS'][{queue!r}] is {path!r}, which is not a"
                 f" backend: {problem}.",
                 "Name a function, or a class with hand_over(queue, jobs) such as"
@@ -95,7 +95,7 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     paths = set(given.values())
     if "idempotency.contrib.rq.RQBackend" in paths and not apps.is_installed("django_rq"):
         yield warning(
-            "W003",
+            "idempotency.W003",
             "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to RQ, but 'django_rq' is not in"
             " INSTALLED_APPS: the command rqworker is missing.",
             "Add 'django_rq' to INSTALLED_APPS.",
@@ -105,7 +105,7 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     uses_tasks = "idempotency.contrib.tasks.TasksBackend" in paths
     if uses_tasks and in_database and not apps.is_installed("django_tasks_db"):
         yield error(
-            "E004",
+            "idempotency.E004",
             "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to Django Tasks, and TASKS stores"
             " them in the database. But 'django_tasks_db' is not in INSTALLED_APPS, so each"
             " hand-over fails.",
@@ -122,7 +122,7 @@ def check_job_modules(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         return []
     return [
         warning(
-            "W019",
+            "idempotency.W019",
             "The setting JOB_MODULES of IDEMPOTENCY permits more than modules of jobs:"
             f" {', '.join(wide)}. A row that is written into the table of staged jobs can run any"
             " function there.",

@@ -63,7 +63,7 @@ def check_aliases(
     for alias, paths in paths_by_alias.items():
         if _are_one(alias, routed):
             yield warning(
-                "W018",
+                "idempotency.W018",
                 f"The databases {alias!r} and {routed!r} are the same one. Views with"
                 f" using={alias!r} are not in one transaction with the queries that the router"
                 f" sends to {routed!r}: {', '.join(paths)}.",
@@ -82,7 +82,7 @@ def _errors(view: Protected) -> Iterator[CheckMessage]:
     using = view.options.using
     if isinstance(using, str) and using not in connections.settings:
         yield error(
-            "E005",
+            "idempotency.E005",
             f"The view {view.path} has @idempotent(using={using!r}), which is not a database.",
             f"The databases are: {', '.join(connections.settings)}.",
         )
@@ -92,7 +92,7 @@ def _errors(view: Protected) -> Iterator[CheckMessage]:
         or (hasattr(owner, "initialize_request") and hasattr(owner.dispatch, "idempotency"))
     ):
         yield error(
-            "E007",
+            "idempotency.E007",
             f"The view {view.path} has @idempotent on dispatch() of {owner.__qualname__}, outside"
             " its access check, so each request is refused.",
             "Apply it to the method: post(), create(), ...",
@@ -102,7 +102,7 @@ def _errors(view: Protected) -> Iterator[CheckMessage]:
     blocks = _atomic_blocks(handlers(view.callback, *view.methods))
     if apart and any((block.using or DEFAULT_DB_ALIAS) == alias for block in blocks):
         yield error(
-            "E008",
+            "idempotency.E008",
             f"The view {view.path} has @transaction.atomic around @idempotent. A rollback there"
             " would undo committed work, so each request is refused.",
             "Remove it. @idempotent opens the transaction of a plain view, and atomic_phase"
@@ -118,7 +118,7 @@ def _decorator_warnings(view: Protected) -> Iterator[CheckMessage]:
     owner = class_of(view.callback)
     if not view.methods:
         yield warning(
-            "W004",
+            "idempotency.W004",
             f"The view {view.path} has @idempotent, but only safe methods, which are not"
             " protected.",
             "Remove it, or let the view accept POST, PUT, PATCH or DELETE.",
@@ -126,7 +126,7 @@ def _decorator_warnings(view: Protected) -> Iterator[CheckMessage]:
     by_default = view.options.scope in (None, scopes.user_or_session)
     if owner is not None and issubclass(owner, LoginView) and by_default:
         yield warning(
-            "W005",
+            "idempotency.W005",
             f"The view {view.path} ({owner.__qualname__}) changes the user, and with it the default"
             " scope. A retry has another scope and runs again.",
             "Give it a scope that does not change: scope=idempotency.scopes.session survives a"
@@ -135,7 +135,7 @@ def _decorator_warnings(view: Protected) -> Iterator[CheckMessage]:
     least, hours = conf.get().RETENTION_HOURS, view.options.retention_hours
     if hours is not None and hours < least:
         yield warning(
-            "W016",
+            "idempotency.W016",
             f"The view {view.path} has @idempotent(retention_hours={hours}), without effect:"
             f" RETENTION_HOURS is {least}.",
             "Remove it. Or lower RETENTION_HOURS, and set retention_hours for each view that"
@@ -143,7 +143,7 @@ def _decorator_warnings(view: Protected) -> Iterator[CheckMessage]:
         )
     if view.methods and (found := foreign_dispatches(view.callback)):
         yield warning(
-            "W012",
+            "idempotency.W012",
             f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and"
             f" {', '.join(found)} runs before it. If that method refuses requests because of data"
             " that the view changes, such as an empty basket, it refuses the retry too.",
@@ -159,7 +159,7 @@ def _scope_warnings(view: Protected) -> Iterator[CheckMessage]:
     by_session = by_user or view.options.scope is scopes.session
     if class_of(view.callback) is None and by_session and _has_no_sender(view.callback):
         yield warning(
-            "W006",
+            "idempotency.W006",
             f"The view {view.path} has no middleware that sets a user or a session. Each request"
             " has no scope and is refused.",
             "Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view"
@@ -173,7 +173,7 @@ def _scope_warnings(view: Protected) -> Iterator[CheckMessage]:
     ]
     if view.options.recovery_points is not None and reads and conf.get().PREPARE_REQUEST is None:
         yield warning(
-            "W009",
+            "idempotency.W009",
             f"The scope of the view {view.path} reads request.{', request.'.join(reads)}, which the"
             " completer's request does not have. The key of a sender that is not a Django user"
             " becomes stuck (user_missing).",
@@ -184,7 +184,7 @@ def _scope_warnings(view: Protected) -> Iterator[CheckMessage]:
     users = router.db_for_write(get_user_model())
     if by_user and not callable(using) and using in connections.settings and using != users:
         yield warning(
-            "W011",
+            "idempotency.W011",
             f"The view {view.path} stores its keys in the database {using!r}, and users are in"
             f" {users!r}. If users are in several databases, two of them may have the same primary"
             " key, and so the same scope.",
@@ -209,7 +209,7 @@ def _atomic_requests_warnings(view: Protected, every: list[Protected]) -> Iterat
     )
     if unprotected:
         yield warning(
-            "W008",
+            "idempotency.W008",
             f"The view {view.path} runs {', '.join(unprotected)} outside ATOMIC_REQUESTS, because"
             " another of its methods is protected.",
             "Apply @transaction.atomic to those methods, or protect them too.",
@@ -227,7 +227,7 @@ def _second_database_warnings(views: list[Protected]) -> Iterator[CheckMessage]:
     if found:
         aliases = ", ".join(sorted(set.union(*found.values())))
         yield warning(
-            "W010",
+            "idempotency.W010",
             f"The databases {aliases} have ATOMIC_REQUESTS, and plain views have their keys"
             f" elsewhere: {', '.join(found)}. A write to a second database takes effect at least"
             " once per key, not exactly once.",

@@ -133,14 +133,14 @@ def test_the_settings_of_the_examples_are_accepted(path: Path) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=each_page)
 def test_each_error_that_a_page_names_has_the_status_that_it_says(path: Path) -> None:
     named = re.findall(r"\b([45]\d\d)(?: \|)?\s`(\w+)`", path.read_text())
-    ours = {(int(status), code) for status, code in named if code in problems._TITLES}
+    ours = {(int(status), code) for status, code in named if code in problems.KINDS}
     assert ours <= {(refusal.status, refusal.code) for refusal in refusals()}
 
 
 def refusals() -> list[problems.Problem]:
     return [
-        problems.key_missing(), problems.key_invalid(""), problems.body_incomplete(),
-        problems.scope_missing(), problem_of(KeyReused()), problem_of(InProgress()),
+        problems.key_missing(), problems.key_invalid(""), problems.Problem("body_incomplete"),
+        problems.Problem("scope_missing"), problem_of(KeyReused()), problem_of(InProgress()),
         problem_of(InterventionRequired()), problem_of(Unavailable(code="conflict")),
         problem_of(Unavailable(code="unknown_recovery_point")), problem_of(Unavailable()),
         problem_of(NotReplicated()), problem_of(Unavailable(code="time_limit_exceeded")),
@@ -330,7 +330,7 @@ def test_troubleshooting_has_each_error_with_its_status() -> None:
         for status, code in re.findall(r"^\| (\d{3}) `(\w+)` \|", TROUBLESHOOTING, re.M)
     }
     assert said == {(refusal.status, refusal.code) for refusal in refusals()}
-    assert {code for _, code in said} == set(problems._TITLES)
+    assert {code for _, code in said} == set(problems.KINDS)
 
 
 def test_troubleshooting_has_each_finding_of_the_doctor() -> None:
@@ -349,7 +349,7 @@ def test_each_check_and_each_stuck_code_is_a_link_away_from_troubleshooting() ->
     checks = {
         found
         for source in SOURCES.values()
-        for found in re.findall(r'id="(idempotency\.[EWI]\d{3})"', source)
+        for found in re.findall(r'"(idempotency\.[EWI]\d{3})"', source)
     }
     assert len(checks) > 10
     assert [name for name in sorted(checks | set(STUCK_CODES)) if f"`{name}`" not in text] == []

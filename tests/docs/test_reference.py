@@ -22,7 +22,7 @@ from idempotency._engine.history import HistoryEvent
 from idempotency._http import problems, stored_request
 from idempotency._http.problems import problem_of
 from idempotency.admin.export import MAX_CHARACTERS
-from idempotency.checks import settings as setting_checks
+from idempotency.checks import databases as database_checks
 from idempotency.client import _rules
 from idempotency.conf import Settings
 from idempotency.contrib.celery import CeleryBackend
@@ -102,12 +102,12 @@ def test_every_error_code_is_documented_with_its_status_and_no_other() -> None:
     made = [
         problems.key_missing(),
         problems.key_invalid("-"),
-        problems.body_incomplete(),
-        problems.scope_missing(),
+        problems.Problem("body_incomplete"),
+        problems.Problem("scope_missing"),
     ]
     made += map(problem_of, (InProgress(), KeyReused(), InterventionRequired()))
     made += [problem_of(Unavailable(code=code)) for code in problems._UNAVAILABLE]
-    assert {problem.code for problem in made} == set(problems._TITLES)
+    assert {problem.code for problem in made} == set(problems.KINDS)
     assert documented == {problem.code: problem.status for problem in made}
 
 
@@ -247,7 +247,7 @@ def test_the_pages_count_the_loops() -> None:
         (
             "reference/settings.md",
             r"prepare_threshold\"\]` \| (\d+)",
-            advised(setting_checks, r"Set it to (\d+)"),
+            advised(database_checks, r"Set it to (\d+)"),
         ),
     ],
 )

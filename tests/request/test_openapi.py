@@ -21,7 +21,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from idempotency._http.problems import _TITLES
+from idempotency._http.problems import KINDS
 from idempotency.contrib import ninja
 from idempotency.contrib.ninja_openapi import NinjaAPI
 from idempotency.contrib.spectacular import AutoSchema
@@ -298,6 +298,4 @@ def test_the_document_of_the_demo_says_which_requests_need_a_key() -> None:
 
 
 def test_the_document_of_the_demo_knows_every_code() -> None:
-    assert set(DEMO["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]) == set(
-        _TITLES
-    )
+    assert set(DEMO["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]) == set(KINDS)
