@@ -9,6 +9,7 @@ WHOLE = (
         "phases",
         "claims",
         "statements",
+        "updates",
         "advisory_locks",
         "settlement",
     ),
