@@ -20,7 +20,7 @@ from idempotency._engine.phased_run import KeyState
 from idempotency._engine.transactions import refuse_outer_transaction
 from idempotency._states import completer_delay_seconds, due_at
 from idempotency._text import summary
-from idempotency.exceptions import LockLost, NotReplicated, StuckCode
+from idempotency.exceptions import WAITS_FOR_DEPLOY, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -123,9 +123,7 @@ def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
         max(stuck_for / 10, timedelta(seconds=conf.get().COMPLETER_IDLE_SECONDS)),
         _MAX_WAIT_FOR_DEPLOY,
     )
-    keys = IdempotencyKey.objects.using(alias).filter(
-        pk=pk, stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT
-    )
+    keys = IdempotencyKey.objects.using(alias).filter(pk=pk, stuck_code__in=WAITS_FOR_DEPLOY)
     keys.update(next_run_at=Now() + wait)
 
 

@@ -14,7 +14,7 @@ from django.db.models.lookups import LessThanOrEqual
 from django.utils.translation import gettext_lazy as _
 
 from idempotency import conf
-from idempotency.exceptions import StuckCode
+from idempotency.exceptions import WAITS_FOR_DEPLOY
 
 if TYPE_CHECKING:
     from idempotency.models import IdempotencyKey  # noqa: F401 - a base class below names it
@@ -52,7 +52,7 @@ _OVER = {
 }
 #: The condition of keys that the completer may run. It includes keys that are stuck because of a
 #: deploy: new code may declare their recovery point.
-NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
+NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code__in=WAITS_FOR_DEPLOY)
 
 
 def before_now(seconds: int) -> Any:

@@ -4,6 +4,7 @@ import logging
 
 from django.apps import AppConfig
 from django.core.signals import request_started
+from django.utils.module_loading import autodiscover_modules
 from django.utils.translation import gettext_lazy as _
 
 
@@ -19,11 +20,15 @@ class IdempotencyConfig(AppConfig):
         from idempotency._engine import adapter
         from idempotency._http import atomic_requests
         from idempotency._http.rerun import HttpAdapter
+        from idempotency._operations.stored import OperationAdapter
+        from idempotency._operations.work import METHOD
         from idempotency._text import escape_arguments
         from idempotency.checks import databases, settings, views  # noqa: F401
 
         logging.getLogger("idempotency").addFilter(escape_arguments)
         adapter.register(adapter.HTTP, HttpAdapter())
+        adapter.register(METHOD, OperationAdapter())
         request_started.connect(
             atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests"
         )
+        autodiscover_modules("operations")

@@ -5,6 +5,7 @@ The exceptions of the enqueuer and its backends are in ``idempotency.backends``.
 
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from django.db import OperationalError
 
@@ -38,12 +39,24 @@ class StuckCode(StrEnum):
     USER_MISSING = "user_missing"
     #: The body of the request, or a credential in its query, was not stored.
     BODY_NOT_KEPT = "body_not_kept"
+    #: A deploy removed the operation. The completer continues with code that defines it.
+    OPERATION_MISSING = "operation_missing"
+    #: The stored arguments do not fit the operation. The completer continues with code that they
+    #: fit.
+    ARGUMENTS_CHANGED = "arguments_changed"
 
+
+#: The codes of keys that the completer looks at again, because a deploy may end their cause.
+WAITS_FOR_DEPLOY = (
+    StuckCode.UNKNOWN_RECOVERY_POINT,
+    StuckCode.OPERATION_MISSING,
+    StuckCode.ARGUMENTS_CHANGED,
+)
 
 #: The codes of requests that the completer cannot run, but a retry of the client may: the retry
 #: claims the key, which clears the mark.
 OPEN_TO_RETRIES = (
-    StuckCode.UNKNOWN_RECOVERY_POINT,
+    *WAITS_FOR_DEPLOY,
     StuckCode.REFUSED_WHEN_REBUILT,
     StuckCode.VIEW_MISSING,
     StuckCode.USER_MISSING,
@@ -139,6 +152,32 @@ class NotReplicated(Unavailable):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message, code="not_replicated")
+
+
+class Rejected(IdempotencyError):
+    """The operation was refused for good. The refusal is stored, and each repeat raises it anew. It
+    cannot be subclassed.
+
+    ``raise Rejected(code, message, data)`` in a function of an operation rolls its transaction
+    back; ``return Rejected(...)`` commits the transaction with the refusal. ``data`` is a JSON
+    value.
+    """
+
+    def __init__(self, code: str, message: str = "", data: Any = None) -> None:
+        super().__init__(message or code)
+        self.code, self.message, self.data = code, message, data
+        self.args = (code, message, data)  # Pickle and the result backend of Celery read these.
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Rejected cannot be subclassed: a repeat raises Rejected itself.")
+
+    def __str__(self) -> str:
+        return self.message or self.code
+
+
+class Unfinished(IdempotencyError):
+    """The operation failed after something was begun. The completer continues it, so its effect may
+    still follow. Call again with the same key for the result. ``__cause__`` is the error."""
 
 
 class CallNotRecorded(IdempotencyError):

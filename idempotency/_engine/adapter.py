@@ -49,6 +49,8 @@ class Work(Protocol):
     by_completer: bool
     #: The time for which a duplicate waits for another run.
     wait_seconds: float
+    #: Whether a plain run may be a part of the transaction of another run.
+    nests: bool
     #: All recovery points in order, with the first and the last; empty for a plain run.
     points: tuple[str, ...]
     #: Whether messages of errors must not be stored, because they may quote what is not stored.

@@ -36,7 +36,7 @@ from idempotency._engine.updates import ANYWHERE, AT_PLACE, one_line
 from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency._watchdog import note_progress
-from idempotency.exceptions import KeyStuck, LockLost, StuckCode
+from idempotency.exceptions import WAITS_FOR_DEPLOY, KeyStuck, LockLost
 from idempotency.models import FINISHED
 
 logger = logging.getLogger("idempotency")
@@ -214,7 +214,7 @@ def stuck_parameters(code: str, reason: str) -> dict[str, Any]:
         "code": code,
         "reason": storable(reason),
         # Reset the attempts, because the next deploy may declare the recovery point.
-        "counting": 0 if code == StuckCode.UNKNOWN_RECOVERY_POINT else 1,
+        "counting": 0 if code in WAITS_FOR_DEPLOY else 1,
         "event": HistoryEvent.STUCK,
         "detail": summary(reason),
     }

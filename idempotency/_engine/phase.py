@@ -63,7 +63,11 @@ class AtomicPhase:
         ``not_stored()``.
         """
         self._run.work.refuse_unstorable(response)
-        self._result = response
+        self.finish_with(response)
+
+    def finish_with(self, result: Any) -> None:
+        """Commit the phase together with this value of the work, which finishes the key."""
+        self._result = result
         self._end(FINISHED)
 
     def no_op(self) -> None:

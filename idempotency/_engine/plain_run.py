@@ -44,7 +44,7 @@ class PlainRun:
         self.is_nested = in_outer_transaction(using)
         if self.is_nested:
             work.refuse_outer_transaction(using)
-            savepoints.refuse_savepoint(work.level(), using=using)
+            savepoints.refuse_savepoint(work.level(), using=using, nests=work.nests)
 
     @property
     def level(self) -> Isolation | None:

@@ -27,16 +27,18 @@ logger = logging.getLogger("idempotency")
 MAX_KEYS = 1000
 
 
-def refuse_savepoint(isolation: Isolation | None, *, using: str) -> None:
-    """Raise RuntimeError if a key cannot be claimed in the open transaction of the caller."""
+def refuse_savepoint(isolation: Isolation | None, *, using: str, nests: bool) -> None:
+    """Raise RuntimeError if a key cannot be claimed in the open transaction of the caller. Only
+    work that ``nests`` may be a part of another run's transaction."""
     refuse_without_autocommit(using)
     connection = connections[using]
-    if any(isinstance(block, OwnBlock) for block in connection.atomic_blocks):
+    is_in_run = any(isinstance(block, OwnBlock) for block in connection.atomic_blocks)
+    if is_in_run and not nests:
         problem = (
             "A protected view was entered inside the transaction of another one, with another key."
             " Call it outside."
         )
-    elif conf.get().CONFIRM_REPLICATED:
+    elif conf.get().CONFIRM_REPLICATED and not is_in_run:  # A run confirms its own COMMIT.
         problem = (
             "With CONFIRM_REPLICATED, a protected view cannot run inside an outer transaction,"
             " whose COMMIT this app cannot confirm. Leave that transaction first."

@@ -17,7 +17,7 @@ from idempotency._engine.updates import (
     Updates,
     one_line,
 )
-from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
+from idempotency.exceptions import OPEN_TO_RETRIES, WAITS_FOR_DEPLOY
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
 _COLUMNS = {field.attname: field.column for field in IdempotencyKey._meta.concrete_fields}
@@ -51,7 +51,7 @@ REQUEST = (
 
 #: The first is for claims of clients, the second for the completer.
 _OPEN_TO_RETRIES = f"(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})"
-_NOT_GIVEN_UP = f"(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')"
+_NOT_GIVEN_UP = f"(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, WAITS_FOR_DEPLOY))!r})"
 _NEXT_ATTEMPT = f"attempts = k.attempts + 1, {NOT_REFUSED}"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 _LAST_REQUEST = ", ".join(

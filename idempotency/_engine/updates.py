@@ -93,7 +93,10 @@ class Updates:
 
     @cached_property
     def finish(self) -> str:
-        return self._finish(f"finished_at = {self.now}, expires_at = {self.expiry}, ")
+        # A key that is kept forever loses its arguments, which may be personal data.
+        body = "CASE WHEN k.retention_hours IS NULL THEN NULL ELSE k.request_body END"
+        times = f"finished_at = {self.now}, expires_at = {self.expiry}, "
+        return self._finish(f"{times}request_body = {body}, ")
 
     @cached_property
     def finish_plain(self) -> str:

@@ -25,6 +25,8 @@ from idempotency.http import keeps_writes
 class ViewWork:
     """A view with its request."""
 
+    nests = False
+
     def __init__(self, call: Call, options: Options, *, by_completer: bool = False) -> None:
         self._call, self._options = call, options
         #: None before the first attempt.

@@ -1,0 +1,45 @@
+"""Arguments and results of operations: JSON, as it is stored in the row of a key."""
+
+import json
+from typing import Any
+
+from idempotency import conf
+from idempotency._engine.fence import StoredResponse
+from idempotency._text import refuse_unstorable_json
+from idempotency.exceptions import Rejected
+
+#: The codes under which results and refusals are stored.
+RETURNED, REJECTED = 200, 422
+_CANONICAL = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False)
+
+
+def stored(value: Any, name: str) -> StoredResponse:
+    """Return what is stored of the result of the operation ``name``. Raises TypeError if it is not
+    JSON."""
+    if isinstance(value, Rejected):
+        parts = {"code": value.code, "message": value.message, "data": value.data}
+        return StoredResponse(REJECTED, {}, encoded(parts, f"The refusal of {name}"))
+    return StoredResponse(RETURNED, {}, encoded(value, f"The result of {name}"))
+
+
+def restored(code: int, body: bytes | None) -> Any:
+    """Return the result of a finished key. Raises Rejected for a refusal."""
+    value = json.loads(bytes(body or b"null"))
+    if code == REJECTED:
+        raise Rejected(value["code"], value["message"], value["data"])
+    return value
+
+
+def encoded(value: Any, what: str) -> bytes:
+    """Return a value as JSON; equal values become equal bytes. Raises TypeError if the value is not
+    JSON or too large."""
+    try:
+        size = refuse_unstorable_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{what} cannot be stored as JSON: {error}. Use ids and texts.") from None
+    if size > (most := conf.get().MAX_STORED_BODY_BYTES):
+        raise TypeError(
+            f"{what} has {size:,} bytes as JSON; at most {most:,} are stored"
+            " (MAX_STORED_BODY_BYTES). Store a row, and use its id."
+        )
+    return _CANONICAL.encode(value).encode()

@@ -1,0 +1,240 @@
+"""The work of a run that calls an operation; see ``idempotency._engine.adapter``."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.db import Error
+
+from idempotency import conf
+from idempotency._async import awaited
+from idempotency._engine.adapter import Outcome, Run
+from idempotency._engine.attempts import Attempts, conflict
+from idempotency._engine.claimed_key import ClaimedKey
+from idempotency._engine.claims import ClaimedRequest
+from idempotency._engine.errors import connection_lost
+from idempotency._engine.fence import StoredResponse
+from idempotency._engine.history import HistoryEvent
+from idempotency._engine.phase import atomic_phase
+from idempotency._engine.phased_run import KeyState, PhasedRun, current_key
+from idempotency._engine.replays import CannotRun
+from idempotency._operations.definition import Definition
+from idempotency._operations.results import stored
+from idempotency._operations.steps import Step
+from idempotency.conf import Isolation
+from idempotency.exceptions import (
+    InProgress,
+    InterventionRequired,
+    KeyReused,
+    KeyStuck,
+    LockLost,
+    Rejected,
+    StuckCode,
+    Unavailable,
+)
+from idempotency.jobs import refuse_generator
+from idempotency.models import STARTED, IdempotencyKey
+
+#: The request method of a key. It contains a space, so that no HTTP client can send it.
+METHOD = "call operation"
+
+
+class OperationWork:
+    """The functions of an operation with the arguments of one key. Its values are the parts that
+    are stored."""
+
+    request = None
+    nests = True
+    hides_errors = False
+
+    def __init__(
+        self, definition: Definition, arguments: bytes, *, by_completer: bool = False
+    ) -> None:
+        self.definition, self._arguments = definition, arguments
+        self.name, self.by_completer = definition.name, by_completer
+        self.wait_seconds = definition.wait_seconds
+        self.points = definition.steps.points if definition.steps.is_phased else ()
+        #: The run of the last attempt; None before the claim.
+        self.run: Any = None
+        self.is_committed = False
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a run has begun something, and has left the key to the completer."""
+        run = self.run
+        return isinstance(run, PhasedRun) and run.key.begun and run.end is KeyState.RELEASED
+
+    def claimed_request(self, key: str, scope: str, user_id: Any) -> ClaimedRequest:
+        """Return the columns that a claim stores; arguments only for the completer."""
+        fingerprint = f"op1:{hashlib.sha256(self._arguments).hexdigest()}"
+        return ClaimedRequest(
+            scope=f"{self.name}:{scope}" if scope else self.name,
+            idempotency_key=key,
+            user_id=user_id,
+            request_method=METHOD,
+            request_path=self.name,
+            request_body=self._arguments if self.points else None,
+            request_content_type="application/json",
+            request_headers={},
+            remote_addr="",
+            request_fingerprint=fingerprint,
+            made_alike=lambda _: fingerprint,
+            plain_fingerprint=lambda: fingerprint,
+            retention_hours=self.definition.hours_kept,
+            lease_seconds=self.definition.lease,
+        )
+
+    # What a plain run asks
+
+    def level(self) -> Isolation | None:
+        return conf.get().PLAIN_ISOLATION
+
+    def other_databases(self, using: str) -> list[str]:
+        return []
+
+    def refuse_outer_transaction(self, using: str) -> None:
+        """Permit every open transaction: the operation is a savepoint of it."""
+
+    # The call
+
+    @contextmanager
+    def bind(self, run: Run) -> Iterator[None]:
+        self.run = run
+        token = current_key.set(run.key)
+        try:
+            yield
+        finally:
+            current_key.reset(token)
+
+    def call(self) -> Outcome:
+        try:
+            return self._in_steps(self.run) if self.points else self._in_one_transaction()
+        except (InProgress, KeyReused, InterventionRequired) as refusal:
+            if isinstance(refusal, InProgress) and not self.run.key.begun:
+                raise
+            raise RuntimeError(
+                f"The operation {self.name} got {type(refusal).__name__} of another key."
+            ) from refusal
+
+    def _in_one_transaction(self) -> Outcome:
+        result = self._result(self.definition.steps.last.function)
+        return self.outcome(stored(result, self.name))
+
+    def _in_steps(self, run: PhasedRun) -> Outcome:
+        if run.key.begun and run.key.attempts > 1:
+            self._refuse_unknown_calls(run)
+        for point in run.key.phases():
+            step = self.definition.steps.of_point[point]
+            try:
+                made = () if step.call is None else (step.call.made(run.key, self._given()),)
+                self._commit(run, step, made)
+            except Rejected as why:
+                self._commit_refusal(run, point, why)
+        return self.outcome(run.result())
+
+    def _given(self) -> dict[str, Any]:
+        """Return a new copy of the arguments, since a function may change it."""
+        given: dict[str, Any] = json.loads(self._arguments)
+        return given
+
+    def _result(self, function: Callable[..., Any], *values: Any) -> Any:
+        result = awaited(function(*values, **self._given()))
+        refuse_generator(self.name, result)
+        return result
+
+    def _refuse_unknown_calls(self, run: PhasedRun) -> None:
+        """Raise CannotRun if an earlier attempt began a call that the running code does not make.
+        Under another name, the service would get another key, and would repeat the call."""
+        keys = IdempotencyKey.objects.using(run.using).filter(pk=run.key.pk)
+        history = keys.values_list("history", flat=True).first() or []
+        begun = {each["detail"] for each in history if each["event"] == HistoryEvent.CALL_BEGUN}
+        if unknown := sorted(begun - self.definition.steps.calls):
+            raise CannotRun(
+                StuckCode.UNKNOWN_RECOVERY_POINT,
+                f"An earlier run has begun the call {unknown[0]!r}, which the operation"
+                f" {self.name} of the running code does not make. Deploy code with a function of"
+                " this name in call=. Nothing is lost.",
+            )
+
+    def _commit(self, run: PhasedRun, step: Step[Any], made: tuple[Any, ...]) -> None:
+        """Run the transaction of a step. A serialization failure repeats it, but not the call."""
+        for attempt in Attempts(run):
+            with attempt:
+                with atomic_phase(run.key) as phase:
+                    result = self._result(step.function, *made)
+                    if step is self.definition.steps.last or isinstance(result, Rejected):
+                        phase.finish_with(stored(result, self.name))
+                    else:
+                        phase.set_recovery_point(step.function.__name__)
+                return
+        raise conflict()
+
+    def _commit_refusal(self, run: PhasedRun, point: str, why: Rejected) -> None:
+        """Store a refusal in one transaction with its compensation. Raises KeyStuck if an earlier
+        transaction stays and nothing undoes it."""
+        undo = self.definition.steps.undo
+        if undo is None and point != STARTED:
+            raise KeyStuck(
+                f"The operation {self.name} was rejected ({why.code}) after {point!r} was"
+                " committed, and has no undo= that undoes that step. Undo it, then answer the key."
+                " Or deploy undo=, and hand the key back."
+            )
+        for attempt in Attempts(run):
+            with attempt:
+                with atomic_phase(run.key) as phase:
+                    if undo is not None:
+                        awaited(undo(why, **self._given()))
+                    phase.finish_with(stored(why, self.name))
+                return
+        raise conflict()
+
+    def outcome(self, value: StoredResponse) -> Outcome:
+        return Outcome(value, value.code, is_stored=True)
+
+    def outcome_of(self, error: Exception) -> Outcome | None:
+        """Return the outcome for a refusal that a plain operation raises."""
+        if isinstance(error, Rejected) and not self.points:
+            refusal = stored(error, self.name)
+            return Outcome(refusal, refusal.code, is_stored=True, cause=error)
+        return self.refusal_of(error)
+
+    def refusal_of(self, error: Exception) -> Outcome | None:
+        """Return the outcome for an exception that tells the caller that nothing was done. While
+        nothing is begun, the completer must not run the operation later."""
+        if not self.points or self.run.finished:
+            return None
+        if isinstance(error, (LockLost, KeyStuck, Unavailable)):
+            return None
+        if isinstance(error, Error) and connection_lost(error, self.run.using):
+            return None
+        return Outcome(None, 400, is_stored=False, cause=error, is_raised=True)
+
+    # What is stored
+
+    def refuse_unstorable(self, value: Any) -> None:
+        """Permit every value: it was stored as JSON before."""
+
+    def stored(self, value: StoredResponse) -> StoredResponse:
+        return value
+
+    def restored(self, key: ClaimedKey) -> StoredResponse:
+        body = key.response_body
+        return StoredResponse(key.response_code or 0, {}, None if body is None else bytes(body))
+
+    replayed = restored
+
+    def described(self, value: StoredResponse) -> str:
+        return f"The operation returned {value.code}"
+
+    # The state before the first attempt
+
+    def restore(self) -> bool:
+        return True
+
+    def note_committed(self) -> None:
+        self.is_committed = True
+
+    def put_back(self) -> None:
+        """Do nothing: each call of a function gets its own copy of the arguments."""

@@ -1,0 +1,333 @@
+"""Operations: functions that run once per key, are driven to their end, and give every caller the
+same result.
+
+An app defines its operations in its module ``operations.py``, which is imported at the start of the
+project. Without ``call=`` and ``after=`` an operation is *plain*: one transaction contains the
+claim, its writes and its result. With them it is *phased*: each function is a transaction of its
+own, each call of a downstream service is made between two of them, and the completer continues it
+after a crash.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    cast,
+    overload,
+)
+
+from asgiref.sync import SyncToAsync, ThreadSensitiveContext
+from django.db import connections
+from django.db.utils import Error
+
+from idempotency._async import in_thread
+from idempotency._engine.errors import connection_lost, exceeded_time_limit
+from idempotency._engine.run import run_phased, run_plain
+from idempotency._engine.transactions import in_outer_transaction
+from idempotency._hidden import Hidden
+from idempotency._operations.definition import Definition, Retention, find, register
+from idempotency._operations.results import encoded, restored
+from idempotency._operations.steps import ServiceCall, Step, Steps
+from idempotency._operations.work import OperationWork
+from idempotency.exceptions import (
+    InProgress,
+    InterventionRequired,
+    JobNotAllowed,
+    KeyReused,
+    Rejected,
+    Unavailable,
+    Unfinished,
+)
+from idempotency.jobs import stage_job
+from idempotency.models import StagedJob
+
+logger = logging.getLogger("idempotency")
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Made = TypeVar("Made")
+
+#: The job of ``Operation.stage``. Workers run it outside the inbox, because its key is the inbox.
+STAGED_OPERATION = "idempotency.operations.run_staged"
+
+_IN_TRANSACTION = (
+    "The operation {0} commits its own transactions, so it cannot run in an open one. Call"
+    " {0}.stage(key, ...) here, which calls it after the COMMIT, or leave the transaction first."
+    " Under ATOMIC_REQUESTS, decorate the view with django.db.transaction.non_atomic_requests."
+)
+_LATE = (
+    "The operation {0} was registered after the start of the project, so the completer of another"
+    " process could not continue it. Move it to the module operations.py of its app."
+)
+
+
+def keyed(
+    function: Callable[Concatenate[str, Given], Made], *, valid_hours: float
+) -> ServiceCall[Given, Made]:
+    """Return a call of a downstream service that a later attempt repeats with the same key.
+
+    The function gets the key of the call, then the arguments of the operation by name. No
+    transaction is open. Its value is never stored: after a crash the call is repeated, so the
+    service must answer a repeat with the first answer. ``valid_hours`` is the time for which the
+    service remembers a key. After it, the key of the operation becomes stuck.
+    """
+    if not isinstance(valid_hours, int | float) or not 0 < valid_hours <= 87_600:
+        raise ValueError(f"valid_hours must be a number of hours above 0, not {valid_hours!r}.")
+    return ServiceCall(function, valid_hours)
+
+
+def at_most_once(function: Callable[Concatenate[str, Given], Made]) -> ServiceCall[Given, Made]:
+    """Return a call of a downstream service that does not support idempotency keys.
+
+    The value of the function must be JSON. It is stored, and later attempts get it without a call.
+    If a process dies during the call, the key becomes stuck, because the call may have taken
+    effect.
+    """
+    return ServiceCall(function, None)
+
+
+def step(
+    *,
+    call: ServiceCall[Given, Made],
+    after: Step[Given] | Callable[Given, Rejected | None] | None = None,
+) -> Callable[[Callable[Concatenate[Made, Given], Rejected | None]], Step[Given]]:
+    """Make a step of a longer operation, for ``after=``: a call, and the transaction that gets its
+    value."""
+    return lambda function: Step(function, call, after)
+
+
+class Operation(Generic[Given, Result]):
+    """A function with ``@operation``. It is called by ``once``, ``aonce`` or ``stage``."""
+
+    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
+        update_wrapper(cast(Any, self), function)
+        #: The last function, for tests of it alone.
+        self.function = function
+        self._definition = definition
+        self._scope, self._user_id = "", None
+
+    def by(self, user: Any, *, scope: str = "") -> "Operation[Given, Result]":
+        """Return this operation for keys that ``user`` chose: each user has keys of their own. The
+        user is stored and shown. Permissions are for the caller to check, before each call."""
+        bound: Operation[Given, Result] = Operation(self._definition, self.function)
+        bound._scope, bound._user_id = scope or f"user:{user.pk}", user.pk
+        return bound
+
+    def once(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Run the operation, continue it, or return its stored result.
+
+        ``key`` has 1 to 255 characters, and belongs to this operation and the scope of ``by()``.
+        Arguments are JSON, and are compared as passed. In an open transaction a plain operation is
+        a savepoint of it: the key, the writes and the result commit or vanish with it.
+
+        After an exception of a plain operation nothing is stored. After one of a phased operation
+        before anything was begun, only another call with the key runs it.
+        Raises Rejected if the operation was refused, now or in an earlier call.
+        Raises Unfinished if it failed after something was begun; the completer continues it.
+        Raises InProgress while another run has the key.
+        Raises KeyReused if the key was used with other arguments.
+        Raises InterventionRequired if the key is stuck.
+        Raises Unavailable if the database was lost.
+        Raises TypeError for arguments and results that are not JSON.
+        Raises ValueError for an invalid key.
+        Raises RuntimeError for a phased operation in an open transaction.
+        """
+        hidden, named = Hidden(key), self._named(args, kwargs)
+        del key, args, kwargs
+        return cast(Result, self._run(hidden, named))
+
+    async def aonce(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Call ``once`` from async code. Outside of a request, it has a thread of its own."""
+        run = partial(self._run, Hidden(key), self._named(args, kwargs))
+        del key, args, kwargs
+        if SyncToAsync.thread_sensitive_context.get(None) is not None:
+            return cast(Result, await in_thread(run))
+        async with ThreadSensitiveContext():
+            return cast(Result, await in_thread(_without_leftovers, run))
+
+    def stage(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> StagedJob:
+        """Stage a job in the open transaction that calls the operation once after COMMIT.
+
+        Raises the errors of ``once`` for arguments and keys.
+        Raises NoOpenTransaction outside a transaction.
+        """
+        _refuse_key(key)
+        named = self._named(args, kwargs)
+        name = self._definition.name
+        encoded(named.value, f"The arguments of {name}")
+        job: dict[str, Any] = {
+            "operation": self._definition.name,
+            "key": key,
+            "arguments": named.value,
+        }
+        if self._scope:
+            job |= {"scope": self._scope, "user_id": self._user_id}
+        return stage_job(STAGED_OPERATION, job)
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise TypeError(
+                f"Call {self.__name__}.once(key, ...), so that it takes effect once per key. A test"
+                f" of the function alone may call {self.__name__}.function(...)."
+            )
+
+    def _named(self, args: Any, kwargs: Any) -> Hidden[dict[str, Any]]:
+        """Return the arguments by name, as passed."""
+        return Hidden(dict(self._definition.steps.signature.bind(*args, **kwargs).arguments))
+
+    def _run(self, key: Hidden[str], named: Hidden[dict[str, Any]]) -> Any:
+        definition = self._definition
+        _refuse_key(key.value)
+        if definition.steps.is_phased and find(definition.name) is not definition:
+            raise RuntimeError(_LATE.format(definition.name))
+        work = OperationWork(definition, _body(definition, named))
+        request = work.claimed_request(key.value, self._scope, self._user_id)
+        using, phased = definition.alias, definition.steps.is_phased
+        is_nested = in_outer_transaction(using)
+        if phased and is_nested:
+            raise RuntimeError(_IN_TRANSACTION.format(definition.name))
+        try:
+            done = (run_phased if phased else run_plain)(work, request, using=using)
+        except (InProgress, KeyReused, InterventionRequired, Unavailable):
+            raise
+        except Exception as error:
+            if isinstance(error, Error) and not is_nested and connection_lost(error, using):
+                limit = exceeded_time_limit(error)
+                code = "time_limit_exceeded" if limit else "database_unavailable"
+                raise Unavailable(code=code) from error
+            if work.is_unfinished:
+                raise Unfinished from error
+            raise
+        return restored(done.code, done.body)
+
+
+@overload
+def operation(function: Callable[Given, Result | Rejected], /) -> Operation[Given, Result]: ...
+@overload
+def operation(
+    name: str,
+    /,
+    *,
+    call: ServiceCall[Given, Made],
+    after: Step[Given] | Callable[Given, Rejected | None] | None = None,
+    undo: Callable[Concatenate[Rejected, Given], None] | None = None,
+    retention_hours: Retention = None,
+    lease_seconds: int | None = None,
+    wait_seconds: float = 0,
+    using: str | None = None,
+) -> Callable[
+    [Callable[Concatenate[Made, Given], Result | Rejected]], Operation[Given, Result]
+]: ...
+@overload
+def operation(
+    name: str = "",
+    /,
+    *,
+    after: Step[Given] | Callable[Given, Rejected | None] | None = None,
+    undo: Callable[Concatenate[Rejected, Given], None] | None = None,
+    retention_hours: Retention = None,
+    lease_seconds: int | None = None,
+    wait_seconds: float = 0,
+    using: str | None = None,
+) -> Callable[[Callable[Given, Result | Rejected]], Operation[Given, Result]]: ...
+def operation(
+    name: Any = "",
+    /,
+    *,
+    call: Any = None,
+    after: Any = None,
+    undo: Any = None,
+    **options: Any,
+) -> Any:
+    """Make an operation of a function: the last transaction, whose value is the result.
+
+    - ``name``: stored in each key, and required with ``call`` or ``after``. Do not change it: the
+      same work under another name would run again. The default is the path of the function.
+    - ``call``: ``keyed(function, valid_hours=23)`` or ``at_most_once(function)``; the function with
+      the decorator gets its value first.
+    - ``after``: the first transaction, a function of the arguments, or a ``step`` before this one.
+      The name of the function is the recovery point, and is stored.
+    - ``undo(why, ...)``: runs in the transaction that stores a refusal, and undoes what earlier
+      transactions have committed. Without it, a refusal after such a commit makes the key stuck.
+    - ``retention_hours``: how long a key is kept after it is finished, if more than
+      RETENTION_HOURS, or "forever". Phased operations must set it. The arguments of a key that is
+      kept forever are deleted when it is finished.
+    - ``lease_seconds``: the lock timeout; the default is LOCK_TIMEOUT_SECONDS.
+    - ``wait_seconds``: how long a second call waits for the first before it raises InProgress. In
+      an open transaction it does not wait.
+    - ``using``: the alias of the database; by default the one that the router chooses.
+
+    All functions have the same parameters, and get all arguments by name. The writes must go to the
+    database of the key.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Operation[Any, Any]:
+        path = f"{function.__module__}.{function.__qualname__}"
+        steps = Steps(Step(function, call, after), undo, given or path)
+        if steps.is_phased and not given:
+            raise TypeError(
+                f"The operation {path} needs a name, which is stored in its keys: write"
+                f' @operation("app.{function.__name__}", ...).'
+            )
+        definition = Definition(name=given or path, steps=steps, path=path, **options)
+        register(definition)
+        return Operation(definition, function)
+
+    given = "" if callable(name) else name
+    return decorate(name) if callable(name) else decorate
+
+
+def run_staged(
+    operation: str, key: str, arguments: dict[str, Any], scope: str = "", user_id: Any = None
+) -> Any:
+    """Run the operation of a staged job. Its refusal is a result, too: the job has done its work.
+
+    Raises the errors of ``Operation.once``, and JobNotAllowed for an unknown name.
+    """
+    definition, hidden = find(operation), (Hidden(key), Hidden(arguments))
+    del key, arguments
+    if definition is None:
+        raise JobNotAllowed(f"The running code has no operation {operation!r}.")
+    staged: Operation[Any, Any] = Operation(definition, definition.steps.last.function)
+    staged._scope, staged._user_id = scope, user_id
+    try:
+        return staged._run(*hidden)
+    except Rejected as why:
+        logger.info("the staged operation %s was rejected: %s", operation, why.code)
+        return None
+
+
+def _body(definition: Definition, named: Hidden[dict[str, Any]]) -> bytes:
+    try:
+        return encoded(named.value, f"The arguments of {definition.name}")
+    except TypeError:
+        for argument, value in named.value.items():
+            encoded(value, f"The argument {argument!r} of {definition.name}")
+        raise
+
+
+def _refuse_key(key: Any) -> None:
+    if not isinstance(key, str) or not 0 < len(key) <= 255 or "\0" in key:
+        shown = f"{len(key)} characters" if isinstance(key, str) else f"a {type(key).__name__}"
+        raise ValueError(
+            f"The key of an operation must be a string of 1 to 255 characters without NUL, not"
+            f" {shown}."
+        )
+
+
+def _without_leftovers(run: Callable[[], Any]) -> Any:
+    """Run in a new thread, and close the connections that it opens there."""
+    is_new = not connections.all(initialized_only=True)
+    try:
+        return run()
+    finally:
+        if is_new:
+            connections.close_all()
