@@ -25,25 +25,16 @@ from typing import (
 
 from asgiref.sync import SyncToAsync, ThreadSensitiveContext
 from django.db import connections
-from django.db.utils import Error
 
 from idempotency._async import in_thread
-from idempotency._engine.errors import connection_lost, exceeded_time_limit
-from idempotency._engine.run import run_phased, run_plain
-from idempotency._engine.transactions import in_outer_transaction
 from idempotency._hidden import Hidden
+from idempotency._operations.call import refuse_key, run
 from idempotency._operations.definition import Definition, Retention, find, register
-from idempotency._operations.results import encoded, restored
+from idempotency._operations.results import encoded
 from idempotency._operations.steps import ServiceCall, Step, Steps
-from idempotency._operations.work import OperationWork
 from idempotency.exceptions import (
-    InProgress,
-    InterventionRequired,
     JobNotAllowed,
-    KeyReused,
     Rejected,
-    Unavailable,
-    Unfinished,
 )
 from idempotency.jobs import stage_job
 from idempotency.models import StagedJob
@@ -56,16 +47,6 @@ Made = TypeVar("Made")
 
 #: The job of ``Operation.stage``. Workers run it outside the inbox, because its key is the inbox.
 STAGED_OPERATION = "idempotency.operations.run_staged"
-
-_IN_TRANSACTION = (
-    "The operation {0} commits its own transactions, so it cannot run in an open one. Call"
-    " {0}.stage(key, ...) here, which calls it after the COMMIT, or leave the transaction first."
-    " Under ATOMIC_REQUESTS, decorate the view with django.db.transaction.non_atomic_requests."
-)
-_LATE = (
-    "The operation {0} was registered after the start of the project, so the completer of another"
-    " process could not continue it. Move it to the module operations.py of its app."
-)
 
 
 def keyed(
@@ -145,12 +126,12 @@ class Operation(Generic[Given, Result]):
 
     async def aonce(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Call ``once`` from async code. Outside of a request, it has a thread of its own."""
-        run = partial(self._run, Hidden(key), self._named(args, kwargs))
+        call = partial(self._run, Hidden(key), self._named(args, kwargs))
         del key, args, kwargs
         if SyncToAsync.thread_sensitive_context.get(None) is not None:
-            return cast(Result, await in_thread(run))
+            return cast(Result, await in_thread(call))
         async with ThreadSensitiveContext():
-            return cast(Result, await in_thread(_without_leftovers, run))
+            return cast(Result, await in_thread(_without_leftovers, call))
 
     def stage(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> StagedJob:
         """Stage a job in the open transaction that calls the operation once after COMMIT.
@@ -158,12 +139,12 @@ class Operation(Generic[Given, Result]):
         Raises the errors of ``once`` for arguments and keys.
         Raises NoOpenTransaction outside a transaction.
         """
-        _refuse_key(key)
+        refuse_key(key)
         named = self._named(args, kwargs)
         name = self._definition.name
         encoded(named.value, f"The arguments of {name}")
         job: dict[str, Any] = {
-            "operation": self._definition.name,
+            "operation": name,
             "key": key,
             "arguments": named.value,
         }
@@ -179,34 +160,12 @@ class Operation(Generic[Given, Result]):
                 f" of the function alone may call {self.__name__}.function(...)."
             )
 
+    def _run(self, key: Hidden[str], named: Hidden[dict[str, Any]]) -> Any:
+        return run(self._definition, key, named, self._scope, self._user_id)
+
     def _named(self, args: Any, kwargs: Any) -> Hidden[dict[str, Any]]:
         """Return the arguments by name, as passed."""
         return Hidden(dict(self._definition.steps.signature.bind(*args, **kwargs).arguments))
-
-    def _run(self, key: Hidden[str], named: Hidden[dict[str, Any]]) -> Any:
-        definition = self._definition
-        _refuse_key(key.value)
-        if definition.steps.is_phased and find(definition.name) is not definition:
-            raise RuntimeError(_LATE.format(definition.name))
-        work = OperationWork(definition, _body(definition, named))
-        request = work.claimed_request(key.value, self._scope, self._user_id)
-        using, phased = definition.alias, definition.steps.is_phased
-        is_nested = in_outer_transaction(using)
-        if phased and is_nested:
-            raise RuntimeError(_IN_TRANSACTION.format(definition.name))
-        try:
-            done = (run_phased if phased else run_plain)(work, request, using=using)
-        except (InProgress, KeyReused, InterventionRequired, Unavailable):
-            raise
-        except Exception as error:
-            if isinstance(error, Error) and not is_nested and connection_lost(error, using):
-                limit = exceeded_time_limit(error)
-                code = "time_limit_exceeded" if limit else "database_unavailable"
-                raise Unavailable(code=code) from error
-            if work.is_unfinished:
-                raise Unfinished from error
-            raise
-        return restored(done.code, done.body)
 
 
 @overload
@@ -303,24 +262,6 @@ def run_staged(
     except Rejected as why:
         logger.info("the staged operation %s was rejected: %s", operation, why.code)
         return None
-
-
-def _body(definition: Definition, named: Hidden[dict[str, Any]]) -> bytes:
-    try:
-        return encoded(named.value, f"The arguments of {definition.name}")
-    except TypeError:
-        for argument, value in named.value.items():
-            encoded(value, f"The argument {argument!r} of {definition.name}")
-        raise
-
-
-def _refuse_key(key: Any) -> None:
-    if not isinstance(key, str) or not 0 < len(key) <= 255 or "\0" in key:
-        shown = f"{len(key)} characters" if isinstance(key, str) else f"a {type(key).__name__}"
-        raise ValueError(
-            f"The key of an operation must be a string of 1 to 255 characters without NUL, not"
-            f" {shown}."
-        )
 
 
 def _without_leftovers(run: Callable[[], Any]) -> Any:

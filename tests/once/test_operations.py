@@ -261,9 +261,8 @@ def test_the_late_one_is_fenced(held: threading.Event, bank: Bank) -> None:
     assert len(bank.transfers) == 1
 
 
+@pytest.mark.postgres
 def test_a_serialization_failure_repeats_the_transaction_but_not_the_call(bank: Bank) -> None:
-    if connection.vendor != "postgresql":
-        pytest.skip("SQLite has no serialization failures")
     tries: list[int] = []
 
     def fails_once() -> None:
@@ -328,10 +327,8 @@ def test_a_call_under_another_name_is_not_made(bank: Bank, monkeypatch: pytest.M
     assert bank.requests == 1
 
 
-def test_a_lost_database_is_unavailable(monkeypatch: pytest.MonkeyPatch, bank: Bank) -> None:
-    if connection.vendor != "postgresql":
-        pytest.skip("SQLite has no connection to lose")
-
+@pytest.mark.postgres
+def test_a_lost_database_is_unavailable(bank: Bank) -> None:
     def lose() -> None:
         with connection.cursor() as cursor, pytest.raises(OperationalError):
             cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
