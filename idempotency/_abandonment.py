@@ -8,7 +8,7 @@ from django.db import Error
 from idempotency import _text, conf, signals
 from idempotency._async import FAILURES
 from idempotency._boundary import boundary
-from idempotency._engine import claims, events, fence, rows, settlement
+from idempotency._engine import claims, decisions, events, fence, rows
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.calls import Calls
 from idempotency._engine.claimed_key import ClaimedKey
@@ -47,7 +47,7 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
     try:
         has_on_abandon = work.require_on_abandon()
     except KeyStuck as stuck:  # Raised by PREPARE_REQUEST.
-        return False if settlement.give_up(key.pk, *cause_of(stuck), using=using) else None
+        return False if decisions.give_up(key.pk, *cause_of(stuck), using=using) else None
     except FAILURES as error:
         if isinstance(error, Error) and not accepts_writes(using):
             raise
@@ -76,7 +76,7 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
         )
         return (
             False
-            if settlement.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using)
+            if decisions.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using)
             else None
         )
     if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is None:
@@ -105,7 +105,7 @@ def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
         with watched_key(key), boundary():
             abandoned = work.abandon(key)
         if abandoned.stored is not None:
-            key.calls.refuse_unsettled()
+            key.calls.require_results()
             fence.finish(key, abandoned.stored, using=using)
             return True
         failure = abandoned.failure

@@ -12,12 +12,12 @@ from django.db.models.functions import Now, RowNumber
 
 from idempotency import conf, signals
 from idempotency._boundary import boundary
-from idempotency._engine import claims, events, fence, rows, settlement
+from idempotency._engine import claims, decisions, events, fence, rows
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import accepts_writes, connection_lost
-from idempotency._engine.phased_run import KeyState
-from idempotency._engine.transactions import refuse_outer_transaction
+from idempotency._engine.phased_run import FinalState
+from idempotency._engine.transactions import require_no_transaction
 from idempotency._states import completer_delay_seconds, due_at
 from idempotency._text import summary
 from idempotency.exceptions import WAITS_FOR_DEPLOY, LockLost, NotReplicated, StuckCode
@@ -51,7 +51,7 @@ class AbandonedKeys:
     def begin(self) -> None:
         """Begin a pass, or join that of other threads. Raises RuntimeError in a transaction, and if
         autocommit is off."""
-        refuse_outer_transaction(self._alias)
+        require_no_transaction(self._alias)
         with self._one_at_a_time:
             if self._waiting is None:
                 self._left = []
@@ -175,9 +175,9 @@ def _run(key: ClaimedKey, alias: str, work: StoredWork) -> str:
             extra=events.about(key),
         )
     if (run := rerun.run) is None:
-        (fence.leave_to_client if waits else fence.release)(key, rerun.ended, using=alias)
-    elif run.end in (KeyState.FINISHED, KeyState.STUCK):
-        return str(run.end.value)
+        (fence.leave_to_client if waits else fence.release)(key, rerun.description, using=alias)
+    elif run.final_state in (FinalState.FINISHED, FinalState.STUCK):
+        return str(run.final_state.value)
     else:
         key = run.key
     given_up = (rerun.is_refused and _leave_to_client(key, alias, work)) or _give_up(
@@ -225,4 +225,4 @@ def _give_up(key: ClaimedKey, alias: str, work: StoredWork) -> bool:
         f"{last.completer_attempts} runs of the completer failed, the last with:"
         f" {summary(last.last_error)}"
     )
-    return settlement.give_up(last.pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)
+    return decisions.give_up(last.pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)

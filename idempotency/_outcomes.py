@@ -190,7 +190,7 @@ def _delete_together(alias: str, jobs: list[StagedJob]) -> list[tuple[StagedJob,
         return []
     try:
         with transaction.atomic(using=alias):
-            _refuse_fewer(_delete_rows(alias, [job.pk for job in jobs]), len(jobs), "deleted")
+            _require_all_rows(_delete_rows(alias, [job.pk for job in jobs]), len(jobs), "deleted")
     except Exception as error:  # also from a receiver of a signal
         if connections[alias].needs_rollback:
             raise
@@ -243,10 +243,10 @@ def _update(alias: str, jobs: list[StagedJob], **change: Any) -> None:
     changed = (
         StagedJob.objects.using(alias).filter(pk__in=[job.pk for job in jobs]).update(**change)
     )
-    _refuse_fewer(changed, len(jobs), "changed")
+    _require_all_rows(changed, len(jobs), "changed")
 
 
-def _refuse_fewer(changed: int, expected: int, done: str) -> None:
+def _require_all_rows(changed: int, expected: int, done: str) -> None:
     """Raise DatabaseError if a statement has silently left rows out, which would be handed over
     again."""
     if changed < expected:

@@ -11,7 +11,7 @@ from functools import partial
 
 from django.db import connections, router
 
-from idempotency._engine.transactions import refuse_outer_transaction
+from idempotency._engine.transactions import require_no_transaction
 from idempotency._key_completion import AbandonedKeys, complete_by_id
 from idempotency.models import IdempotencyKey
 
@@ -92,5 +92,5 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
     Raises OperationalError or InterfaceError if the database cannot be reached.
     """
     alias = using or router.db_for_write(IdempotencyKey)
-    refuse_outer_transaction(alias)
+    require_no_transaction(alias)
     return complete_by_id(pk, 0, alias)

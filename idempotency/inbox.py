@@ -27,7 +27,7 @@ from idempotency._engine import replication
 from idempotency._engine.cursors import changed_rows, own_cursor
 from idempotency._engine.errors import has_ended
 from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
-from idempotency._engine.transactions import MARKER, refuse_without_autocommit
+from idempotency._engine.transactions import MARKER, require_autocommit
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 
@@ -84,7 +84,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
                 f" not {_described(value)}."
             )
     alias = using or router.db_for_write(ProcessedMessage)
-    refuse_without_autocommit(alias)
+    require_autocommit(alias)
     own = not connections[alias].in_atomic_block
     with ExitStack() as stack:
         try:

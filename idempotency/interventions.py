@@ -24,10 +24,10 @@ from django.db.models.functions import Now
 from django.http import HttpResponse
 
 from idempotency import signals
-from idempotency._engine import events, replication, rows, settlement
+from idempotency._engine import decisions, events, replication, rows
 from idempotency._engine.adapter import HTTP, adapter_of
-from idempotency._engine.settlement import Decision
-from idempotency._engine.transactions import refuse_outer_transaction
+from idempotency._engine.decisions import Decision
+from idempotency._engine.transactions import require_no_transaction
 from idempotency._records import HOOKS_FAILED
 from idempotency.completer import complete_key
 from idempotency.exceptions import MessageInProgress
@@ -51,7 +51,7 @@ def release_lock(
     nothing more for the key, but its calls to other services continue. The lock thus ends as if it
     had expired early.
     """
-    return settlement.release_lock(Decision(pk, seen, at, by, note, _alias(using)))
+    return decisions.release_lock(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def hand_back(
@@ -71,7 +71,7 @@ def hand_back(
     was begun. A key whose ``on_abandon`` was begun can only be answered, because ``on_abandon`` may
     have undone its work.
     """
-    return settlement.hand_back(Decision(pk, seen, at, by, note, _alias(using)))
+    return decisions.hand_back(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def complete_now(
@@ -91,7 +91,7 @@ def complete_now(
     lasts as long as the view.
     Raises RuntimeError in a transaction.
     """
-    refuse_outer_transaction(_alias(using))
+    require_no_transaction(_alias(using))
     handed_back = hand_back(pk, seen, by=by, at=at, note=note, using=using)
     del seen  # A token is no local variable while the view runs; see idempotency._hidden.
     if not handed_back:
@@ -102,7 +102,7 @@ def complete_now(
 def calls_of(pk: int, *, using: str | None = None) -> str:
     """Return a text that changes with each ``key.call()`` of the key, and with each recorded
     result, for ``answer``."""
-    return settlement.calls_of(pk, using=_alias(using))
+    return decisions.calls_of(pk, using=_alias(using))
 
 
 def answer(
@@ -127,7 +127,7 @@ def answer(
     Raises ValueError for a response that ``answer_problem`` rejects.
     """
     alias, stored = _alias(using), adapter_of(HTTP).answer(response)
-    if done := settlement.answer(Decision(pk, seen, at, by, note, alias), stored, calls=calls):
+    if done := decisions.answer(Decision(pk, seen, at, by, note, alias), stored, calls=calls):
         replication.confirm(alias)
         events.emit(signals.key_finished, rows.read(pk, using=alias), None)
     return done
@@ -159,7 +159,7 @@ def acknowledge(
     before, and the reaper does not delete it. The key is in ``QuerySet.acknowledged()``. If it
     becomes stuck again, it is back on the list.
     """
-    return settlement.acknowledge(Decision(pk, seen, at, by, note, _alias(using)))
+    return decisions.acknowledge(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:

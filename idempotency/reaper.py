@@ -41,7 +41,7 @@ from django.db.models.functions import Cast, Now, Replace
 from idempotency._abandonment import settle
 from idempotency._engine.aliases import fields_elsewhere
 from idempotency._engine.errors import sqlstate_of
-from idempotency._engine.transactions import durable_transaction, refuse_without_autocommit
+from idempotency._engine.transactions import durable_transaction, require_autocommit
 from idempotency._states import held
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
@@ -118,7 +118,7 @@ def reap_once(
     Raises RuntimeError if autocommit is off.
     """
     alias = using or router.db_for_write(IdempotencyKey)
-    refuse_without_autocommit(alias)
+    require_autocommit(alias)
     keys = IdempotencyKey.objects.using(alias)
     if dry_run:
         deleted = keys.expired().exclude(held()).count()

@@ -67,7 +67,7 @@ class Work(Protocol):
         """Return the databases other than that of the key whose transactions a plain run opens and
         commits."""
 
-    def refuse_outer_transaction(self, using: str) -> None:
+    def check_outer_transaction(self, using: str) -> None:
         """Raise RuntimeError if a plain run must not be a savepoint of the open transaction."""
 
     def bind(self, run: "Run") -> AbstractContextManager[None]:
@@ -87,7 +87,7 @@ class Work(Protocol):
         """Return the outcome for an exception that is raised and refuses the caller, as a 4xx does;
         else None."""
 
-    def refuse_unstorable(self, value: Any) -> None:
+    def require_storable(self, value: Any) -> None:
         """Raise ResponseNotStorable for a value that a phase must not store."""
 
     def stored(self, value: Any) -> StoredResponse:
@@ -135,7 +135,7 @@ class RerunResult:
     """The result of a run that an adapter has made from a stored key."""
 
     #: How the run ended, for the last error of the key.
-    ended: str
+    description: str
     #: The run of the key; None if its work was not reached, and the key is still locked.
     run: Any = None
     #: Whether the sender was refused.

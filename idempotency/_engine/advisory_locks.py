@@ -37,7 +37,7 @@ SELECT EXISTS (SELECT 1 FROM lock), EXISTS (SELECT 1 FROM lock JOIN mark USING (
 """
 
 
-def way_of(fingerprint: str) -> str:
+def version_of(fingerprint: str) -> str:
     return fingerprint.partition(":")[0]
 
 
@@ -49,7 +49,7 @@ def lock_parameters(scope: str, idempotency_key: str, fingerprint: str) -> dict[
     name = f"{len(scope)}:{scope}{idempotency_key}".encode()
     key_hash = hashlib.blake2b(name, digest_size=12).digest()
     # The first byte is the way of the fingerprint, because two ways cannot be compared.
-    way_hash = hashlib.blake2b(way_of(fingerprint).encode(), digest_size=1).digest()
+    way_hash = hashlib.blake2b(version_of(fingerprint).encode(), digest_size=1).digest()
     request_hash = (
         way_hash + hashlib.blake2b(key_hash + fingerprint.encode(), digest_size=3).digest()
     )

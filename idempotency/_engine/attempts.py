@@ -13,7 +13,7 @@ from django.db import Error, connections
 
 from idempotency import conf
 from idempotency._engine.adapter import Run
-from idempotency._engine.errors import refuse_second_wait, retryable_failure, serialization_failed
+from idempotency._engine.errors import raise_writer_busy, retryable_failure, serialization_failed
 from idempotency._engine.events import about
 from idempotency.exceptions import Unavailable
 
@@ -82,7 +82,7 @@ def repeat(write: Callable[[], None]) -> None:
         try:
             return write()
         except Error as error:
-            refuse_second_wait(error)
+            raise_writer_busy(error)
             if not serialization_failed(error):
                 raise
     raise conflict()

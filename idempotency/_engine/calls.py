@@ -19,7 +19,7 @@ from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import drop_connection
-from idempotency._engine.transactions import durable_transaction, refuse_outer_transaction
+from idempotency._engine.transactions import durable_transaction, require_no_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
@@ -46,11 +46,11 @@ class Calls:
     def keyed(self, name: str, valid_seconds: int | None) -> Iterator[KeyedCall]:
         """Open the block of a call that a retry repeats with the same downstream key."""
         call = KeyedCall(self._key.derive(name, valid_seconds))
-        refuse_finished(self._key)
+        require_unfinished(self._key)
         if name in self._recorded | self._ended | self._open:
             raise _other_mode(name)
-        self.refuse_doubt()
-        refuse_outer_transaction(self._using)
+        self.require_no_doubt()
+        require_no_transaction(self._using)
         self._keyed.add(name)
         self._begin(name)
         self._key.begun = True
@@ -60,7 +60,7 @@ class Calls:
     def at_most_once(self, name: str) -> Iterator[AtMostOnceCall]:
         """Open the block of a call that is not repeated once it may have taken effect."""
         call, key = AtMostOnceCall(self._key.derive(name)), self._key
-        refuse_finished(key)
+        require_unfinished(key)
         if name in self._ended:
             raise RuntimeError(
                 f"This run has already made the call {name!r}, and would reuse its result. Use"
@@ -68,7 +68,7 @@ class Calls:
             )
         if name in self._keyed:
             raise _other_mode(name)
-        self.refuse_doubt(name)
+        self.require_no_doubt(name)
         with durable_transaction(None, using=self._using):
             if name in self._recorded:
                 fence.renew(key, using=self._using)  # No call begins.
@@ -100,12 +100,12 @@ class Calls:
         finally:
             self._open.discard(name)
             if due:
-                self._end(row, call)
+                self._write(row, call)
 
     def _begin(self, name: str) -> None:
         fence.begin_call(self._key, name, using=self._using, stuck_code=self._stuck_code)
 
-    def _end(self, row: DownstreamCall, call: AtMostOnceCall) -> None:
+    def _write(self, row: DownstreamCall, call: AtMostOnceCall) -> None:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
         if call.may_be_repeated and not call.recorded:
@@ -129,7 +129,7 @@ class Calls:
             else:
                 self._recorded.add(name)
 
-    def refuse_open(self) -> None:
+    def require_no_open_call(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""
         if self._open:
             raise RuntimeError(
@@ -137,20 +137,20 @@ class Calls:
                 "block first, so that its result is stored."
             )
 
-    def refuse_doubt(self, name: str | None = None) -> None:
+    def require_no_doubt(self, name: str | None = None) -> None:
         """Raise CallInDoubt if a call other than ``name`` is in doubt. Another call could repeat
         its work, and a response that no phase stored would ignore it."""
         for other, obstacle in self._unsettled.items():
             if isinstance(obstacle, CallInDoubt) and other != name and other not in self._open:
                 raise obstacle
 
-    def refuse_unsettled(self) -> None:
+    def require_results(self) -> None:
         """Raise CallInDoubt or CallNotRecorded if a call has no recorded result."""
         for obstacle in self._unsettled.values():
             raise obstacle
 
 
-def refuse_finished(key: ClaimedKey) -> None:
+def require_unfinished(key: ClaimedKey) -> None:
     """Raise RuntimeError if the key is finished."""
     if key.recovery_point == FINISHED:
         raise RuntimeError("This key is finished: no phase or call can follow the stored response.")

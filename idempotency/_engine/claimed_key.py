@@ -63,8 +63,8 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
     #: The token of the claim that this instance represents, or that was current when
     #: ``rows.read()`` read the key. Not a field: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
-    #: The last known place of the row, on PostgreSQL (``ctid``).
-    place: str | None = None
+    #: The last known physical position of the row, on PostgreSQL.
+    ctid: str | None = None
     #: When the row was created, on this process's monotonic clock; None in a plain run, whose
     #: attempts have different seeds.
     created_monotonic: float | None = None

@@ -17,13 +17,13 @@ from django.db import Error, connections
 
 from idempotency import conf
 from idempotency._engine import rows, statements
-from idempotency._engine.advisory_locks import HOLDER, lock_parameters, way_of
+from idempotency._engine.advisory_locks import HOLDER, lock_parameters, version_of
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.errors import connection_lost, refuse_second_wait, serialization_failed
+from idempotency._engine.errors import connection_lost, raise_writer_busy, serialization_failed
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.rows import (
-    born,
+    created_monotonic,
     execute,
     fetch,
     fetch_key,
@@ -45,7 +45,7 @@ _CLAIM_TRIES = 10
 _columns_of = attrgetter(*statements.REQUEST)
 
 
-class Outcome(Enum):
+class ClaimOutcome(Enum):
     CLAIMED = "claimed"
     FINISHED = "finished"
     MISMATCH = "mismatch"
@@ -71,7 +71,7 @@ class ClaimedRequest:
     request_fingerprint: str
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is
     #: unknown.
-    made_alike: Callable[[str], str | None]
+    fingerprint_as: Callable[[str], str | None]
     #: Returns the fingerprint that a plain run of this request has.
     plain_fingerprint: Callable[[], str]
     retention_hours: int | None
@@ -85,7 +85,7 @@ class Claim:
     """The result of a claim. ``lock_seconds`` is the remaining time of the lock of another run; 1
     if it is unknown."""
 
-    outcome: Outcome
+    outcome: ClaimOutcome
     key: Any = None
     lock_seconds: float = 1
 
@@ -115,16 +115,18 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     parameters.value["points"] = rows.array_parameter(recovery_points, using)
     for _ in range(_CLAIM_TRIES):
         try:
-            found = _look(text.claim_phased if in_one else text.read, parameters, request, using)
+            found = _send_claim(
+                text.claim_phased if in_one else text.read, parameters, request, using
+            )
             key = found.key
             if key is not None:
                 if found.expired:
                     _retire(key, request, using)
                     continue
-                if refusal := _refusal(found, request):
-                    return refusal
+                if conflict := _conflict(found, request):
+                    return conflict
                 if key.recovery_point not in recovery_points:
-                    return Claim(Outcome.UNKNOWN_POINT, key)
+                    return Claim(ClaimOutcome.UNKNOWN_POINT, key)
                 # It was made in another way.
                 if key.request_fingerprint != request.request_fingerprint:
                     alike = replace(request, request_fingerprint=key.request_fingerprint)
@@ -132,7 +134,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             if not in_one:
                 if request.unstorable is not None and (key is None or key.untouched):
                     raise request.unstorable
-                found = _look(text.upsert, parameters, request, using)
+                found = _send_claim(text.upsert, parameters, request, using)
         except Error as error:
             claimed = ClaimedKey(scope=request.scope, idempotency_key=request.idempotency_key)
             claimed.lease_seconds = request.lease_seconds
@@ -141,17 +143,18 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
         if found.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
             return Claim(
-                Outcome.CLAIMED, _key_of_claim(found, request, parameters, using, finished_at=None)
+                ClaimOutcome.CLAIMED,
+                _key_of_claim(found, request, parameters, using, finished_at=None),
             )
         # Another claim has inserted or changed the key, and the next attempt reads it; or a plain
         # view holds the key.
         if (
             key is None
             and postgresql
-            and (refusal := _refusal_by_holder(parameters, request, using))
+            and (conflict := _conflict_with_holder(parameters, request, using))
         ):
-            return refusal
-    return Claim(Outcome.IN_PROGRESS)
+            return conflict
+    return Claim(ClaimOutcome.IN_PROGRESS)
 
 
 def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
@@ -173,30 +176,32 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
     for attempt in range(_CLAIM_TRIES):
         ran = first.ran and attempt == 0
         found = (
-            _parsed(Hidden(first.row), 0.0, request, using)
+            _parse(Hidden(first.row), 0.0, request, using)
             if ran
-            else _look(first.text, parameters, request, using)
+            else _send_claim(first.text, parameters, request, using)
         )
         if found.claimed is not None:
             key = _key_of_claim(found, request, parameters, using)
             # Each attempt has a new seed, so no key may be derived from it.
             key.created_monotonic = None
-            return Claim(Outcome.CLAIMED, key)
+            return Claim(ClaimOutcome.CLAIMED, key)
         # A run of the same request holds the key, and has not committed.
         if found.verdict == "same":
-            return Claim(Outcome.IN_PROGRESS)
+            return Claim(ClaimOutcome.IN_PROGRESS)
         # Another run holds the key: its holder tells whether the request is the same.
         if found.verdict == "other":
-            return _refusal_by_holder(parameters, request, using) or Claim(Outcome.IN_PROGRESS)
+            return _conflict_with_holder(parameters, request, using) or Claim(
+                ClaimOutcome.IN_PROGRESS
+            )
         if not postgresql:
-            found = _look(text.read, parameters, request, using)
+            found = _send_claim(text.read, parameters, request, using)
         if found.key is None:
             continue  # The row was inserted or deleted concurrently.
         if not found.expired:
             # A plain view leaves no unfinished row: the view was phased before a deploy.
-            return _refusal(found, request) or Claim(Outcome.UNKNOWN_POINT, found.key)
+            return _conflict(found, request) or Claim(ClaimOutcome.UNKNOWN_POINT, found.key)
         _retire(found.key, request, using)
-    return Claim(Outcome.IN_PROGRESS)
+    return Claim(ClaimOutcome.IN_PROGRESS)
 
 
 def claim_by_id(
@@ -223,9 +228,9 @@ def claim_by_id(
         return None
 
 
-def _look(text: str, parameters: Parameters, request: ClaimedRequest, using: str) -> _Found:
+def _send_claim(text: str, parameters: Parameters, request: ClaimedRequest, using: str) -> _Found:
     sent = time.monotonic()
-    return _parsed(Hidden(_in_one_wait(fetch, text, parameters, using)), sent, request, using)
+    return _parse(Hidden(_in_one_wait(fetch, text, parameters, using)), sent, request, using)
 
 
 def _retire(key: ClaimedKey, request: ClaimedRequest, using: str) -> None:
@@ -240,25 +245,25 @@ def _in_one_wait(
     try:
         return send(text, parameters, using)
     except Error as error:
-        refuse_second_wait(error)
+        raise_writer_busy(error)
         raise
 
 
-def _parsed(
+def _parse(
     values: Hidden[tuple[Any, ...] | None], sent: float, request: ClaimedRequest, using: str
 ) -> _Found:
     if values.value is None:
         return _Found(sent)
-    parts = Hidden(statements.parts(values.value))
+    parts = Hidden(statements.split_row(values.value))
     if parts.value[0] is not None:
         return _Found(sent, parts.value[0])
-    met = Hidden(parts.value[1])
-    if met.value[0] is None:
+    existing = Hidden(parts.value[1])
+    if existing.value[0] is None:
         return _Found(sent, verdict=parts.value[2])
-    expired, lock_seconds = met.value[-2:]
+    expired, lock_seconds = existing.value[-2:]
     key = key_of_row(
-        statements.MET,
-        Hidden(met.value[:-2]),
+        statements.EXISTING,
+        Hidden(existing.value[:-2]),
         using,
         scope=request.scope,
         idempotency_key=request.idempotency_key,
@@ -301,30 +306,34 @@ def _key_of_claim(
         response_body=None,
         **known,
     )
-    age_seconds, key.place = claimed.value[-2:]
-    key.created_monotonic, key.fence = born(found.sent, age_seconds), key.claim_token
+    age_seconds, key.ctid = claimed.value[-2:]
+    key.created_monotonic, key.fence = created_monotonic(found.sent, age_seconds), key.claim_token
     return key
 
 
-def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
+def _conflict(found: _Found, request: ClaimedRequest) -> Claim | None:
     """Return why the found key cannot be claimed, or None. A mismatch is first: another request
     must learn nothing else."""
     key: Any = found.key
     stored, own = key.request_fingerprint, request.request_fingerprint
-    if (alike := own if way_of(own) == way_of(stored) else request.made_alike(stored)) is None:
-        return Claim(Outcome.IN_PROGRESS, key)
+    if (
+        alike := own if version_of(own) == version_of(stored) else request.fingerprint_as(stored)
+    ) is None:
+        return Claim(ClaimOutcome.IN_PROGRESS, key)
     if alike != stored:
-        return Claim(Outcome.MISMATCH, key)
+        return Claim(ClaimOutcome.MISMATCH, key)
     if key.finished_at is not None:
-        return Claim(Outcome.FINISHED, key)
+        return Claim(ClaimOutcome.FINISHED, key)
     if found.lock_seconds > 0:
-        return Claim(Outcome.IN_PROGRESS, key, lock_seconds=found.lock_seconds)
+        return Claim(ClaimOutcome.IN_PROGRESS, key, lock_seconds=found.lock_seconds)
     if key.stuck_at is not None and key.stuck_code not in OPEN_TO_RETRIES:
-        return Claim(Outcome.STUCK, key)
+        return Claim(ClaimOutcome.STUCK, key)
     return None
 
 
-def _refusal_by_holder(parameters: Parameters, request: ClaimedRequest, using: str) -> Claim | None:
+def _conflict_with_holder(
+    parameters: Parameters, request: ClaimedRequest, using: str
+) -> Claim | None:
     # Only plain runs set marks.
     locks = Hidden(
         lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint())
@@ -333,7 +342,11 @@ def _refusal_by_holder(parameters: Parameters, request: ClaimedRequest, using: s
         False,
         False,
     )
-    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS) if held else None
+    return (
+        Claim(ClaimOutcome.MISMATCH if another_request else ClaimOutcome.IN_PROGRESS)
+        if held
+        else None
+    )
 
 
 def _parameters(request: ClaimedRequest, using: str) -> Parameters:

@@ -111,14 +111,14 @@ def own_cursor(
             yield cursor
         return
     # A health check while the cursor opens would replace the connection, and the kind of cursor.
-    psycopg_connection = database_product.opened(connection)
-    former = psycopg_connection.cursor_factory
+    pg = database_product.psycopg_connection(connection)
+    former = pg.cursor_factory
     if not is_instrumented(connection):
-        psycopg_connection.cursor_factory = factory
+        pg.cursor_factory = factory
     try:
         cursor = connection.cursor()
     finally:
-        psycopg_connection.cursor_factory = former
+        pg.cursor_factory = former
     with classified_errors(connection), cursor:
         yield cursor
 

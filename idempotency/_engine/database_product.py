@@ -42,7 +42,7 @@ def is_citus(connection: BaseDatabaseWrapper) -> bool:
     return _is_citus.get(connection.alias, False)
 
 
-def refuse_other_engines(connection: BaseDatabaseWrapper) -> None:
+def require_postgresql(connection: BaseDatabaseWrapper) -> None:
     """Examine the engine of an open connection to PostgreSQL, once in a process.
 
     Raises ImproperlyConfigured for an engine on which this app would break its promises.
@@ -85,12 +85,12 @@ def examine(connection: BaseDatabaseWrapper) -> tuple[str, bool]:
     )
 
 
-def opened(connection: BaseDatabaseWrapper) -> "psycopg.Connection[Any]":
+def psycopg_connection(connection: BaseDatabaseWrapper) -> "psycopg.Connection[Any]":
     """Open a connection to PostgreSQL, or check that it is usable, as Django does before a cursor.
     Return the connection of psycopg that the next statement will use."""
     connection.close_if_health_check_failed()
     connection.ensure_connection()
-    refuse_other_engines(connection)
+    require_postgresql(connection)
     own: psycopg.Connection[Any] = connection.connection
     return own
 

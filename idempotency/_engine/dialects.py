@@ -33,7 +33,7 @@ class Dialect:
     append_after_lock: str  # as append, after "run lost" if a lock expired
     first_event: str  # {event}
     known_point: str
-    place: str
+    ctid: str
 
 
 _LOST = f"'event', '{HistoryEvent.RUN_LOST}', 'detail', 'lock expired', 'claimed_at', "
@@ -84,7 +84,7 @@ POSTGRESQL = Dialect(
     ),
     first_event="jsonb_build_array({event})",
     known_point="k.recovery_point = ANY(%(points)s)",
-    place="ctid",
+    ctid="ctid",
 )
 _SQLITE_TIME = "strftime('%%Y-%%m-%%dT%%H:%%M:%%fZ', "
 _SQLITE_SHORTENED = _shortened("json_array_length", "json_remove(k.history, '$[0]')", HISTORY_LIMIT)
@@ -107,5 +107,5 @@ SQLITE = Dialect(
     ),
     first_event="json_array({event})",
     known_point="k.recovery_point IN (SELECT value FROM json_each(%(points)s))",
-    place="NULL",
+    ctid="NULL",
 )

@@ -81,7 +81,7 @@ def effective_isolation(isolation: Isolation | None, using: str) -> str:
     return "read committed"
 
 
-def refuse_second_wait(error: Error) -> None:
+def raise_writer_busy(error: Error) -> None:
     """Raise WriterBusy if ``error``, of the first statement of a transaction, is a timeout of
     SQLite's write lock. A later statement fails without a wait if its snapshot is outdated; a retry
     may succeed then."""

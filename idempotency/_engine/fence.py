@@ -5,9 +5,9 @@ recovery point, because a run may not know that its last COMMIT succeeded. If an
 taken over the key, the UPDATE changes no row, LockLost is raised, and the transaction is rolled
 back.
 
-An UPDATE that ends a transaction is sent in one message with COMMIT (``transactions.end_with``), so
-nobody can look at its number of rows before the COMMIT. The statement itself must therefore fail if
-it changes no row. ``_or_fail`` divides one by the number of changed rows: PostgreSQL skips the
+The last UPDATE of a transaction is sent in one message with COMMIT (``OwnTransaction.set_last``),
+so its number of rows cannot be checked before the COMMIT. The statement itself must therefore fail
+if it changes no row. ``_or_fail`` divides one by the number of changed rows: PostgreSQL skips the
 COMMIT after the division by zero, and rolls the transaction back. The error of the division means
 LockLost.
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose lock has no
@@ -32,7 +32,7 @@ from idempotency._engine.history import HistoryEvent
 from idempotency._engine.round_trips import Meanings
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
 from idempotency._engine.transactions import OwnTransaction
-from idempotency._engine.updates import ANYWHERE, AT_PLACE, one_line
+from idempotency._engine.updates import AT_CTID, RETURNING_CTID, one_line
 from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency._watchdog import note_progress
@@ -60,27 +60,27 @@ class StoredResponse:
 
 
 def advance(
-    key: ClaimedKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None
+    key: ClaimedKey, recovery_point: str, *, using: str, last_of: OwnTransaction | None = None
 ) -> None:
     """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over
-    the key. If the transaction ``ends`` sends its last statement with COMMIT, this is its last
-    statement, and LockLost is raised there."""
-    event: dict[str, Any] = {"event": HistoryEvent.RECOVERY_POINT, "detail": recovery_point}
-    _fenced("advance", key, using, ends=ends, recovery_point=recovery_point, **event)
+    the key. This is the last statement of the transaction ``last_of``. If that sends it with
+    COMMIT, LockLost is raised there."""
+    values = {"recovery_point": recovery_point, "detail": recovery_point}
+    _fenced("advance", key, using, last_of, event=HistoryEvent.RECOVERY_POINT, **values)
 
 
-def renew(key: ClaimedKey, *, using: str, ends: OwnTransaction | None = None) -> None:
+def renew(key: ClaimedKey, *, using: str, last_of: OwnTransaction | None = None) -> None:
     """Renew the lock, and mark that the request has begun something. Raises LockLost if another
     claim has taken over the key, or the key is stuck."""
-    _fenced("renew", key, using, ends=ends)
+    _fenced("renew", key, using, last_of)
 
 
 def begin_call(key: ClaimedKey, name: str, *, using: str, stuck_code: str = "") -> None:
     """Renew the lock before a call to a downstream service, and write the call into the history.
     Raises LockLost if another claim has taken over the key, or it is stuck with another code than
     ``stuck_code``."""
-    called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
-    _fenced("begin_call", key, using, stuck_code=stuck_code, **called)
+    event, detail = HistoryEvent.CALL_BEGUN, summary(name)
+    _fenced("begin_call", key, using, event=event, detail=detail, stuck_code=stuck_code)
 
 
 def finish(
@@ -89,7 +89,7 @@ def finish(
     *,
     using: str,
     untouched: bool = False,
-    ends: OwnTransaction | None = None,
+    last_of: OwnTransaction | None = None,
 ) -> None:
     """Store the response. Raises LockLost if another claim has taken over the
     key. With ``untouched``, raises LockLost also if something was begun: if the response to a
@@ -97,16 +97,18 @@ def finish(
     statement = "finish_untouched" if untouched else "finish"
     if key.recovery_point == FINISHED:  # The row of a plain view was inserted as finished.
         statement = "finish_plain"
-    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {response.code}"}
-    _fenced(statement, key, using, ends=ends, **response.parameters(), **event)
+    event, detail = HistoryEvent.FINISHED, f"status {response.code}"
+    _fenced(statement, key, using, last_of, event=event, detail=detail, **response.parameters())
 
 
-def set_free(key: ClaimedKey, code: int, *, using: str, ends: OwnTransaction | None = None) -> None:
+def set_free(
+    key: ClaimedKey, code: int, *, using: str, last_of: OwnTransaction | None = None
+) -> None:
     """Let the client of a plain view use its key again, although the writes of the view are
     committed. The row expires under another scope. It has the status of the response, but neither
     headers nor body."""
-    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {code}, not stored"}
-    _fenced("set_free", key, using, ends=ends, code=code, **event)
+    event, detail = HistoryEvent.FINISHED, f"status {code}, not stored"
+    _fenced("set_free", key, using, last_of, event=event, detail=detail, code=code)
 
 
 def release(key: ClaimedKey, error: str, *, using: str) -> None:
@@ -146,7 +148,7 @@ def leave_to_client(key: ClaimedKey, error: str, *, using: str) -> None:
 
 def mark_stuck(key: ClaimedKey, code: str, reason: str, *, using: str) -> None:
     """Mark a claimed key as stuck. Raises LockLost if another claim has taken it over."""
-    parameters: dict[str, Any] = stuck_parameters(code, reason)
+    parameters = stuck_parameters(code, reason)
     _fenced("mark_stuck", key, using, **parameters)
     key.stuck_code = parameters["code"]
 
@@ -155,31 +157,30 @@ def _fenced(
     statement: str,
     key: ClaimedKey,
     using: str,
-    *,
-    ends: OwnTransaction | None = None,
+    last_of: OwnTransaction | None = None,
     **values: Any,
 ) -> None:
     text: str = getattr(statements_for(using), statement)
     parameters: Parameters = Hidden(values)
     del values
-    parameters.value |= {"id": key.pk, "place": key.place, "reached": key.recovery_point}
+    parameters.value |= {"id": key.pk, "position": key.ctid, "reached": key.recovery_point}
     parameters.value["token"] = token_parameter(key.fence, using)
-    if ends is not None:
+    if last_of is not None:
 
         def note(row: tuple[Any, ...]) -> None:
-            key.place = row[0]
+            key.ctid = row[0]
             note_progress(key)
 
-        if key.place is not None and ends.end_with(_or_fail(text), parameters, note, _LOST):
+        if key.ctid is not None and last_of.set_last(_or_fail(text), parameters, note, _LOST):
             return
-        ends.refuse_if_ended()
-    if key.place is not None and not is_instrumented(connections[using]):
-        # The row is at another place after a rollback or an update.
-        at_place, anywhere = text + AT_PLACE, text + ANYWHERE
-        row = fetch(at_place, parameters, using) or fetch(anywhere, parameters, using)
+        last_of.require_open()
+    if key.ctid is not None and not is_instrumented(connections[using]):
+        # The row has another ctid after a rollback or an update.
+        at_ctid, anywhere = text + AT_CTID, text + RETURNING_CTID
+        row = fetch(at_ctid, parameters, using) or fetch(anywhere, parameters, using)
         if row is None:
             raise LockLost
-        (key.place,) = row
+        (key.ctid,) = row
     elif execute(text, parameters, using) != 1:
         raise LockLost
     note_progress(key)
@@ -190,8 +191,8 @@ def _or_fail(text: str) -> str:
     """Return a fenced statement that divides by zero if it changes no row, so that a COMMIT behind
     it does nothing."""
     return one_line(f"""
-        WITH here AS ({text}{AT_PLACE}),
-        elsewhere AS ({text} AND NOT EXISTS (SELECT FROM here){ANYWHERE}),
+        WITH here AS ({text}{AT_CTID}),
+        elsewhere AS ({text} AND NOT EXISTS (SELECT FROM here){RETURNING_CTID}),
         changed AS (SELECT ctid FROM here UNION ALL SELECT ctid FROM elsewhere)
         SELECT (SELECT ctid FROM changed), 1 / (SELECT count(*) FROM changed)
     """)  # noqa: S608 - the texts of updates

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from functools import partial
 
-from idempotency._engine import events, settlement
+from idempotency._engine import decisions, events
 from idempotency._engine.adapter import with_stored_work
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._states import HUNG_AFTER_LEASES, completer_delay_seconds
@@ -22,10 +22,10 @@ def watched_key(key: ClaimedKey) -> AbstractContextManager[None]:
     )
 
 
-def _mark_hung(key: ClaimedKey, place: str) -> None:
+def _mark_hung(key: ClaimedKey, location: str) -> None:
     using = str(key._state.db)
     delay = max(
         completer_delay_seconds(key.completer_attempts), HUNG_AFTER_LEASES * key.lease_seconds
     )
-    if settlement.mark_hung(key, place, delay_seconds=delay, using=using):
+    if decisions.mark_hung(key, location, delay_seconds=delay, using=using):
         with_stored_work(key, lambda work: events.announce_stuck(key.pk, None, using=using))

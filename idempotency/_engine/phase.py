@@ -32,7 +32,7 @@ class AtomicPhase:
 
     def __init__(self, run: PhasedRun) -> None:
         self._run = run
-        self._to: str | None = None
+        self._target: str | None = None
         self._noted = False
         self._result: Any = None
         self._outcome: Outcome | None = None
@@ -51,7 +51,7 @@ class AtomicPhase:
                 f" {', '.join(order)}. Declare it in @idempotent(recovery_points=[...]); a key"
                 " moves forward only."
             )
-        self._end(name)
+        self._move_to(name)
 
     def set_response(self, response: "HttpResponseBase") -> None:
         """Commit the phase together with this response, which finishes the key.
@@ -62,25 +62,25 @@ class AtomicPhase:
         Raises ResponseNotStorable for other statuses that are never stored, and for responses of
         ``not_stored()``.
         """
-        self._run.work.refuse_unstorable(response)
+        self._run.work.require_storable(response)
         self.finish_with(response)
 
     def finish_with(self, result: Any) -> None:
         """Commit the phase together with this value of the work, which finishes the key."""
         self._result = result
-        self._end(FINISHED)
+        self._move_to(FINISHED)
 
     def no_op(self) -> None:
         """Commit the phase and keep the recovery point. Each retry repeats the writes, so they must
         be repeatable."""
-        self._end(self._run.key.recovery_point)
+        self._move_to(self._run.key.recovery_point)
 
-    def _end(self, to: str) -> None:
-        if self._to is not None:
+    def _move_to(self, to: str) -> None:
+        if self._target is not None:
             raise RuntimeError(
                 "The end of this phase was already set: call one of the three methods once."
             )
-        self._to = to
+        self._target = to
 
     def write(self, own: OwnTransaction) -> None:
         """Write the recovery point or the response with the last statement: before COMMIT, or in
@@ -90,9 +90,9 @@ class AtomicPhase:
         Raises LockLost if another claim has taken over the key.
         """
         run = self._run
-        if self._to is None:
+        if self._target is None:
             raise PhaseDidNotAdvance
-        run.calls.refuse_unsettled()
+        run.calls.require_results()
         if connections[run.using].needs_rollback:
             raise TransactionManagementError(
                 "The transaction of this phase was marked for rollback: by set_rollback(True), by"
@@ -101,14 +101,15 @@ class AtomicPhase:
                 " phase, or put the statements that may fail into a transaction.atomic() of their"
                 " own."
             ) from connections[run.using].rollback_exc  # type: ignore[attr-defined]
-        if self._to == FINISHED:
+        if self._target == FINISHED:
             # In the transaction of the phase: the template of a response may query the database.
             self._outcome = run.work.outcome(self._result)
-            fence.finish(run.key, run.work.stored(self._outcome.value), using=run.using, ends=own)
-        elif self._to == run.key.recovery_point:
-            fence.renew(run.key, using=run.using, ends=own)
+            stored = run.work.stored(self._outcome.value)
+            fence.finish(run.key, stored, using=run.using, last_of=own)
+        elif self._target == run.key.recovery_point:
+            fence.renew(run.key, using=run.using, last_of=own)
         else:
-            fence.advance(run.key, self._to, using=run.using, ends=own)
+            fence.advance(run.key, self._target, using=run.using, last_of=own)
 
     def note(self) -> None:
         """Update the run and send the signals after COMMIT."""
@@ -119,7 +120,7 @@ class AtomicPhase:
         if self._outcome is not None:
             run.note_finished(self._outcome)
         else:
-            run.note_moved(cast(str, self._to))  # set, or write() has raised
+            run.note_moved(cast(str, self._target))  # set, or write() has raised
         events.emit(signals.phase_committed, run.key, run.work.request)
         if self._outcome is not None:
             events.emit(signals.key_finished, run.key, run.work.request)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from idempotency import conf
 from idempotency._engine import rows
 from idempotency._engine.adapter import Outcome, Work
-from idempotency._engine.calls import Calls, refuse_finished
+from idempotency._engine.calls import Calls, require_unfinished
 from idempotency._engine.claimed_key import NOT_PHASED, ClaimedKey
 from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import ChosenIsolation, Isolation
@@ -19,7 +19,7 @@ from idempotency.models import FINISHED, IdempotencyKey
 current_key: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", default=None)
 
 
-class KeyState(Enum):
+class FinalState(Enum):
     """The state of a key at the end of a run. A key is released also if it was refused."""
 
     FINISHED = "finished"
@@ -36,7 +36,7 @@ class PhasedRun:
         #: That of the last phase.
         self.transaction: OwnTransaction | None = None
         #: None until the end of the run.
-        self.end: KeyState | None = None
+        self.final_state: FinalState | None = None
         self._started = False
         self._take(key)
 
@@ -94,7 +94,7 @@ class PhasedRun:
     def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
         """Return the isolation of the transaction of a phase. Raises RuntimeError inside an
         at-most-once call."""
-        self.calls.refuse_open()
+        self.calls.require_no_open_call()
         self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
         return self.level
 
@@ -107,17 +107,17 @@ class PhasedRun:
         self._outcome = outcome
         self.note_moved(FINISHED)
 
-    def note_end(self, key: ClaimedKey | None) -> None:
+    def note_final_state(self, key: ClaimedKey | None) -> None:
         """Record the key at the end of the run. It is None if its row is gone, or if a failover
         gave its id to another key."""
         done = key is None or key.recovery_point == FINISHED
         self.key = key or self.key
-        self.end = (
-            KeyState.FINISHED
+        self.final_state = (
+            FinalState.FINISHED
             if done
-            else KeyState.STUCK
+            else FinalState.STUCK
             if self.key.stuck_code
-            else KeyState.RELEASED
+            else FinalState.RELEASED
         )
 
 
@@ -127,5 +127,5 @@ def run_of(key: ClaimedKey) -> PhasedRun:
     run = key.run if isinstance(key, ClaimedKey) else None
     if not isinstance(run, PhasedRun):
         raise RuntimeError(NOT_PHASED)
-    refuse_finished(key)
+    require_unfinished(key)
     return run

@@ -16,8 +16,7 @@ from django.db.utils import Error
 from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
-from idempotency._engine.claims import Claim, ClaimedRequest
-from idempotency._engine.claims import Outcome as ClaimOutcome
+from idempotency._engine.claims import Claim, ClaimedRequest, ClaimOutcome
 from idempotency._engine.several_databases import OtherTransactions
 from idempotency._engine.transactions import (
     First,
@@ -43,8 +42,8 @@ class PlainRun:
         self._wait = Wait(work.wait_seconds, using=using)
         self.is_nested = in_outer_transaction(using)
         if self.is_nested:
-            work.refuse_outer_transaction(using)
-            savepoints.refuse_savepoint(work.level(), using=using, nests=work.nests)
+            work.check_outer_transaction(using)
+            savepoints.check_outer_transaction(work.level(), using=using, nests=work.nests)
 
     @property
     def level(self) -> Isolation | None:
@@ -89,10 +88,10 @@ class PlainRun:
                     savepoints.hold(claim.key, using=using)
                 # Registered first: an exception in a hook of the work must not skip it.
                 transaction.on_commit(work.note_committed, using=using)
-                with others.opened():
+                with others.atomic():
                     with work.bind(self):
                         outcome = call()
-                    commits = self._end(outcome, others)
+                    commits = self._store(outcome, others)
         except Error as error:
             if not others.committed or work.is_committed:
                 raise
@@ -116,23 +115,25 @@ class PlainRun:
             self.work.level(), using=self.using, first=first, lease_seconds=lease
         )
 
-    def _end(self, outcome: Outcome, others: OtherTransactions) -> bool:
+    def _store(self, outcome: Outcome, others: OtherTransactions) -> bool:
         """Write the result with the last statement of the transaction, or mark it for rollback;
         return whether it commits."""
         if outcome.is_stored or outcome.keeps_writes:
-            self._refuse_rollback(outcome, others)
-        ends = None if others.used else self.transaction  # Other databases commit before this one.
+            self._require_commit(outcome, others)
+        # Other databases commit before this one.
+        last_of = None if others.used else self.transaction
         if outcome.is_stored:
-            fence.finish(self.key, self.work.stored(outcome.value), using=self.using, ends=ends)
+            stored = self.work.stored(outcome.value)
+            fence.finish(self.key, stored, using=self.using, last_of=last_of)
         elif outcome.keeps_writes:
-            fence.set_free(self.key, outcome.code, using=self.using, ends=ends)
+            fence.set_free(self.key, outcome.code, using=self.using, last_of=last_of)
         else:
             others.set_rollback()
             return False
         others.prepare_commits()
         return True
 
-    def _refuse_rollback(self, outcome: Outcome, others: OtherTransactions) -> None:
+    def _require_commit(self, outcome: Outcome, others: OtherTransactions) -> None:
         """Raise RolledBack for an error, or TransactionManagementError for a success, if the work
         has marked a transaction for rollback. After a serialization failure, the caller runs the
         work again."""

@@ -5,11 +5,10 @@ import logging
 from typing import Any
 
 from idempotency import signals
-from idempotency._engine import events, replication, settlement
+from idempotency._engine import decisions, events, replication
 from idempotency._engine.adapter import Work
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.claims import Claim
-from idempotency._engine.claims import Outcome as ClaimOutcome
+from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.fence import storable_code
 from idempotency._text import error_text
 from idempotency.exceptions import (
@@ -65,30 +64,30 @@ def unknown_point(key: ClaimedKey) -> str:
     )
 
 
-def without_running(claim: Claim, work: Work, *, using: str) -> Any:
+def replay_or_raise(claim: Claim, work: Work, *, using: str) -> Any:
     """Return the stored value for a key that could not be claimed, or raise why it has none."""
     key = claim.key
     if claim.outcome is ClaimOutcome.FINISHED:
         return replay(key, work)
-    refusal = _refusal(claim)
-    events.emit(signals.key_conflict, key, work.request, code=code_of(refusal))
+    error = _error_for(claim)
+    events.emit(signals.key_conflict, key, work.request, code=code_of(error))
     if claim.outcome is ClaimOutcome.UNKNOWN_POINT:
         code, reason = StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(key)
-        settlement.give_up(key.pk, code, reason, using=using, request=work.request)
-    raise refusal
+        decisions.give_up(key.pk, code, reason, using=using, request=work.request)
+    raise error
 
 
-def of_other_run(key: ClaimedKey | None, work: Work) -> Any:
+def replay_of_other_run(key: ClaimedKey | None, work: Work) -> Any:
     """Return the value that the run that has taken over the key has stored, or raise why it has
     none. For the completer, no replay is announced."""
     if key is not None and key.finished_at is not None:
         return _stored_value(key, work) if work.by_completer else replay(key, work)
     stuck_code = key.stuck_code if key is not None else ""
-    refusal = (
-        refusal_of_stuck(stuck_code) if stuck_code else InProgress(retry_after=LOOK_AGAIN_SECONDS)
+    error = (
+        error_for_stuck(stuck_code) if stuck_code else InProgress(retry_after=LOOK_AGAIN_SECONDS)
     )
-    events.emit(signals.key_conflict, key, work.request, code=code_of(refusal))
-    raise refusal
+    events.emit(signals.key_conflict, key, work.request, code=code_of(error))
+    raise error
 
 
 def replay(key: ClaimedKey, work: Work) -> Any:
@@ -111,18 +110,18 @@ def _stored_value(key: ClaimedKey, work: Work) -> Any:
     return work.replayed(key)
 
 
-def _refusal(claim: Claim) -> InProgress | KeyReused | InterventionRequired | Unavailable:
+def _error_for(claim: Claim) -> InProgress | KeyReused | InterventionRequired | Unavailable:
     match claim.outcome:
         case ClaimOutcome.MISMATCH:
             return KeyReused()
         case ClaimOutcome.IN_PROGRESS:
             return InProgress(retry_after=min(claim.lock_seconds, LOOK_AGAIN_SECONDS))
         case ClaimOutcome.STUCK:
-            return refusal_of_stuck(claim.key.stuck_code)
-    return refusal_of_stuck(StuckCode.UNKNOWN_RECOVERY_POINT)
+            return error_for_stuck(claim.key.stuck_code)
+    return error_for_stuck(StuckCode.UNKNOWN_RECOVERY_POINT)
 
 
-def refusal_of_stuck(stuck_code: str) -> InProgress | InterventionRequired | Unavailable:
+def error_for_stuck(stuck_code: str) -> InProgress | InterventionRequired | Unavailable:
     """Return what the caller of a stuck key gets."""
     if stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
         return Unavailable(code=stuck_code)
@@ -131,6 +130,6 @@ def refusal_of_stuck(stuck_code: str) -> InProgress | InterventionRequired | Una
     return InterventionRequired(stuck_code=stuck_code)
 
 
-def code_of(refusal: Exception) -> str:
+def code_of(error: Exception) -> str:
     """Return the code of an error for signals and clients."""
-    return refusal.code if isinstance(refusal, Unavailable) else _CODES[type(refusal)]
+    return error.code if isinstance(error, Unavailable) else _CODES[type(error)]

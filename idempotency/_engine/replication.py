@@ -21,7 +21,7 @@ from psycopg.pq import DiagnosticField, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from idempotency import conf
-from idempotency._engine.database_product import is_citus, opened
+from idempotency._engine.database_product import is_citus, psycopg_connection
 from idempotency.exceptions import NotReplicated
 
 #: The time limit of a barrier. A connected standby confirms within milliseconds.
@@ -100,7 +100,7 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     if not watches_commits(connection):
         yield
         return
-    own = opened(connection)
+    own = psycopg_connection(connection)
     cancelled: list[str] = []
 
     def note(notice: Diagnostic) -> None:
@@ -117,7 +117,7 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
 
 
 def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
-    own = opened(connection)
+    own = psycopg_connection(connection)
     if is_citus(connection) and conf.get().CONFIRM_REPLICATED != "storage":
         raise NotReplicated(
             "The engine is Citus: a commit of its coordinator proves nothing about the standbys of"

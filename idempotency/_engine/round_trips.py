@@ -140,22 +140,22 @@ def _run(
     sends: list[Callable[[], None]] = [
         partial(server.send_query_params, each.encode(), None) for each in before
     ]
-    key, place = (query, types), len(before)
+    key, index = (query, types), len(before)
     if (name := prepared.names.get(key)) is None and _is_worth_preparing(own, key):
         name = b"idempotency_" + hashlib.sha256(repr(key).encode()).hexdigest()[:16].encode()
         sends.append(partial(server.send_prepare, name, query.encode(), types))
-        place += 1
+        index += 1
     if name is None:
         sends.append(lambda: server.send_query_params(query.encode(), values.value, types, formats))
     else:
         sends.append(lambda: server.send_query_prepared(name, values.value, formats))
     sends += [partial(server.send_query_params, each.encode(), None) for each in after]
     results = _exchange(own, sends)
-    if name is not None and len(results) > place:
+    if name is not None and len(results) > index:
         prepared.names[key] = name  # It stays, whatever becomes of the transaction.
     if results[-1].status not in _GOOD:
-        raise _error(own, results[-1], key if len(results) == place + 1 else None, name, meanings)
-    result = results[place]
+        raise _error(own, results[-1], key if len(results) == index + 1 else None, name, meanings)
+    result = results[index]
     transformer.set_pgresult(result)
     row = transformer.load_row(0, tuple) if result.ntuples else None
     return Result(row, result.command_tuples or 0, shown(results[: len(before)]))

@@ -64,7 +64,7 @@ def _run(
     connection = connections[using]
     postgresql = connection.vendor == "postgresql"
     if postgresql:
-        database_product.opened(connection)
+        database_product.psycopg_connection(connection)
         if round_trips.can_send(connection):
             with classified_errors(connection):
                 return _sent(connection, text, parameters)
@@ -106,13 +106,13 @@ def fetch_key(text: str, parameters: Parameters, using: str) -> ClaimedKey | Non
     if row.value is None:
         return None
     key = key_of_row(statements.READ, Hidden(row.value[:-2]), using)
-    age_seconds, place = row.value[-2:]
-    key.created_monotonic = born(sent, age_seconds)
-    key.fence, key.place = key.claim_token, place
+    age_seconds, ctid = row.value[-2:]
+    key.created_monotonic = created_monotonic(sent, age_seconds)
+    key.fence, key.ctid = key.claim_token, ctid
     return key
 
 
-def born(sent: float, age_seconds: float) -> float:
+def created_monotonic(sent: float, age_seconds: float) -> float:
     """Return the creation of a key on this process's monotonic clock, from the age that a statement
     returned.
 

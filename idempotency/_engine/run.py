@@ -16,8 +16,7 @@ from idempotency._engine import claims, events, fence, rows
 from idempotency._engine.adapter import Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.claims import ClaimedRequest
-from idempotency._engine.claims import Outcome as ClaimOutcome
+from idempotency._engine.claims import ClaimedRequest, ClaimOutcome
 from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.phased_run import PhasedRun
@@ -25,13 +24,13 @@ from idempotency._engine.plain_run import PlainRun, RolledBack
 from idempotency._engine.replays import (
     CannotRun,
     cause_of,
-    of_other_run,
-    refusal_of_stuck,
+    error_for_stuck,
+    replay_of_other_run,
+    replay_or_raise,
     unknown_point,
-    without_running,
 )
 from idempotency._engine.transactions import (
-    refuse_outer_transaction,
+    require_no_transaction,
 )
 from idempotency._text import error_text, first_line
 from idempotency.exceptions import (
@@ -82,7 +81,7 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
             # in memory.
             del instead
     if outcome is None:
-        return without_running(claim, work, using=using)
+        return replay_or_raise(claim, work, using=using)
     if outcome.is_stored:
         emit = events.emit_committed if run.is_nested else events.emit
         emit(signals.key_claimed, claim.key, work.request)
@@ -96,14 +95,14 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     On return or exception the key is finished, refused, stuck or released, or another run has it.
     Raises InProgress, KeyReused, InterventionRequired or Unavailable if the key cannot be claimed.
     """
-    refuse_outer_transaction(using)
+    require_no_transaction(using)
     wait = Wait(work.wait_seconds, using=using)
     while True:
         claim = claims.claim_phased(request, work.points[:-1], using=using)
         if claim.outcome is not ClaimOutcome.IN_PROGRESS or not wait.pause():
             break
     if claim.outcome is not ClaimOutcome.CLAIMED:
-        return without_running(claim, work, using=using)
+        return replay_or_raise(claim, work, using=using)
     if claim.key.attempts > 1:
         logger.info(
             "key %s is resumed at %s",
@@ -116,16 +115,16 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
 
 
 def run_claimed(run: PhasedRun) -> Any:
-    """Do the work of a claimed key, and settle the key. On return or exception ``run.end`` is the
-    state of the key, as far as this process knows it."""
+    """Do the work of a claimed key, and settle the key. On return or exception ``run.final_state``
+    is the state of the key, as far as this process knows it."""
     key = run.key
     try:
-        outcome = _settled(run)
+        outcome = _run_and_settle(run)
     except LockLost:
-        return _taken_over(run, key)
+        return _value_of_other_run(run, key)
     finally:
-        if run.end is None:
-            run.note_end(run.key)
+        if run.final_state is None:
+            run.note_final_state(run.key)
     try:
         if outcome.is_raised and outcome.cause is not None:
             raise outcome.cause
@@ -134,12 +133,12 @@ def run_claimed(run: PhasedRun) -> Any:
         del outcome  # Break the cycle, as in run_plain.
 
 
-def _settled(run: PhasedRun) -> Outcome:
+def _run_and_settle(run: PhasedRun) -> Outcome:
     """Do the work and settle the key. An exception of ``settle`` ends the run like one of the work,
     and is settled too."""
     try:
         try:
-            result = _in_attempts(run)
+            result = _run_attempts(run)
         except Exception as error:
             # ``outcome_of`` was not asked, because the cause is a failure that was retried. A 4xx
             # still is an outcome.
@@ -152,7 +151,7 @@ def _settled(run: PhasedRun) -> Outcome:
         return settle(run, error)
 
 
-def _in_attempts(run: PhasedRun) -> Outcome:
+def _run_attempts(run: PhasedRun) -> Outcome:
     """Do the work, and again after a serialization failure."""
     work = run.work
     if run.key.recovery_point not in work.points:
@@ -198,7 +197,7 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         case KeyStuck() if not run.finished:
             code, reason = cause_of(result)
             _mark_stuck(run, code, reason)
-            raise refusal_of_stuck(code) from result
+            raise error_for_stuck(code) from result
         case NotReplicated():
             # A release may wait without end now. The last commit may have finished the key, and a
             # failover may undo that.
@@ -217,8 +216,8 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
             if not run.finished:
                 _release(key, error_text(cause, withheld=run.work.hides_errors), using=using)
         case _ if run.finished or (is_definitive and not is_early_error):
-            run.calls.refuse_doubt()
-            raise _not_committed(result) from result.cause
+            run.calls.require_no_doubt()
+            raise _uncommitted(result) from result.cause
         # The completer has no caller who waits. It stores no early error, because a repeat may get
         # another one.
         case _ if is_definitive and not run.work.by_completer:
@@ -231,19 +230,19 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
         case _ if result.is_refusal and not run.work.by_completer:
-            repeat(partial(fence.refuse, key, _described(run, result), using=using))
+            repeat(partial(fence.refuse, key, _description(run, result), using=using))
         case _:
-            _release(key, _described(run, result), using=using)
+            _release(key, _description(run, result), using=using)
     return result
 
 
-def _described(run: PhasedRun, outcome: Outcome) -> str:
+def _description(run: PhasedRun, outcome: Outcome) -> str:
     if outcome.is_raised and outcome.cause is not None:
         return error_text(outcome.cause, withheld=run.work.hides_errors)
     return run.work.described(outcome.value)
 
 
-def _not_committed(outcome: Outcome) -> ResponseNotCommitted:
+def _uncommitted(outcome: Outcome) -> ResponseNotCommitted:
     what = (
         type(outcome.cause).__name__
         if outcome.is_raised
@@ -255,7 +254,7 @@ def _not_committed(outcome: Outcome) -> ResponseNotCommitted:
     )
 
 
-def _taken_over(run: PhasedRun, key: ClaimedKey) -> Any:
+def _value_of_other_run(run: PhasedRun, key: ClaimedKey) -> Any:
     """Return the value of the run that has taken over the key. The other run may be this one: then
     the result of its COMMIT was lost."""
     _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=run.using)
@@ -265,8 +264,8 @@ def _taken_over(run: PhasedRun, key: ClaimedKey) -> Any:
         key.idempotency_key,
     ):
         other = None  # A failover that lost this key has given its id to another.
-    run.note_end(other)
-    return of_other_run(other, run.work)
+    run.note_final_state(other)
+    return replay_of_other_run(other, run.work)
 
 
 def _release(key: ClaimedKey, error: str, *, using: str) -> None:

@@ -16,7 +16,7 @@ from idempotency import conf
 from idempotency._engine.call_stack import nearest_function
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.events import about
-from idempotency._engine.transactions import OwnBlock, OwnTransaction, refuse_without_autocommit
+from idempotency._engine.transactions import OwnBlock, OwnTransaction, require_autocommit
 from idempotency.conf import Isolation
 from idempotency.models import IdempotencyKey
 
@@ -27,10 +27,10 @@ logger = logging.getLogger("idempotency")
 MAX_KEYS = 1000
 
 
-def refuse_savepoint(isolation: Isolation | None, *, using: str, nests: bool) -> None:
+def check_outer_transaction(isolation: Isolation | None, *, using: str, nests: bool) -> None:
     """Raise RuntimeError if a key cannot be claimed in the open transaction of the caller. Only
     work that ``nests`` may be a part of another run's transaction."""
-    refuse_without_autocommit(using)
+    require_autocommit(using)
     connection = connections[using]
     is_in_run = any(isinstance(block, OwnBlock) for block in connection.atomic_blocks)
     if is_in_run and not nests:
@@ -63,7 +63,7 @@ def savepoint(*, using: str) -> Iterator[OwnTransaction]:
         try:
             yield own
         except Exception as error:
-            own.refuse_misuse(error)
+            own.raise_misuse(error)
             raise
 
 

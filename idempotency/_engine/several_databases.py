@@ -49,7 +49,7 @@ class OtherTransactions:
         self.committed: list[str] = []
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def atomic(self) -> Iterator[None]:
         """Run the block in the transactions, and commit them at its end."""
         with ExitStack() as stack:
             for alias in self._aliases:
@@ -95,7 +95,7 @@ class OtherTransactions:
         """
         used = self.used
         for alias in (self._last, *used) if used else ():
-            _refuse_failing_commit(connections[alias])
+            _check_commit(connections[alias])
         for alias in self._aliases:
             connection = connections[alias]
             if len(connection.atomic_blocks) > 1 or connection.needs_rollback:
@@ -107,7 +107,7 @@ class OtherTransactions:
                 transaction.on_commit(partial(self.committed.append, alias), using=alias)
 
 
-def _refuse_failing_commit(connection: BaseDatabaseWrapper) -> None:
+def _check_commit(connection: BaseDatabaseWrapper) -> None:
     if has_ended(connection):
         raise TransactionManagementError(
             f"The view has ended its transaction on {connection.alias!r} by COMMIT or ROLLBACK."

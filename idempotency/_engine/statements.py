@@ -26,13 +26,13 @@ _DEFERRED = {
     *("request_body", "request_content_type", "request_headers", "remote_addr"),
     *("last_error", "history"),
 }
-#: The columns that are read by id, with age and place.
+#: The columns that are read by id, with age and ctid.
 READ = tuple(name for name in _COLUMNS if name not in _DEFERRED)
-#: The columns that a claim returns, with age and place: those that it does not write itself.
+#: The columns that a claim returns, with age and ctid: those that it does not write itself.
 CLAIMED = ("id", "user_id", "attempts", "begun", "seed", "recovery_point")
 #: The columns of an existing key that a claim returns, with ``expired`` and the remaining seconds
 #: of its lock.
-MET = (
+EXISTING = (
     *("id", "user_id", "attempts", "begun", "recovery_point", "request_fingerprint"),
     *("finished_at", "stuck_at", "stuck_code"),
     *("response_code", "response_headers", "response_body"),
@@ -61,25 +61,31 @@ _LEASE_OF_COMPLETER = (
     "CASE WHEN k.lease_seconds < %(least_lease)s THEN %(least_lease)s ELSE k.lease_seconds END"
 )
 _NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
-_NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
-_OF_MET = ", ".join(f"met.{name}" for name in [*map(_COLUMNS.get, MET), "expired", "lock_seconds"])
+_NO_EXISTING = ", ".join(["NULL"] * (len(EXISTING) + 2))
+_EXISTING_COLUMNS = ", ".join(
+    f"existing.{name}" for name in [*map(_COLUMNS.get, EXISTING), "expired", "lock_seconds"]
+)
 
 
-def parts(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...], str]:
+def split_row(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...], str]:
     """Split the row of a claim: the claimed columns or None, the columns of the existing key, and
     the verdict of ``claim_plain``, else empty."""
-    claimed, met, verdict = values[: len(CLAIMED) + 2], values[len(CLAIMED) + 2 : -1], values[-1]
-    return (claimed if claimed[0] is not None else None), met, verdict
+    claimed, existing, verdict = (
+        values[: len(CLAIMED) + 2],
+        values[len(CLAIMED) + 2 : -1],
+        values[-1],
+    )
+    return (claimed if claimed[0] is not None else None), existing, verdict
 
 
 class Statements(Updates):
     """All statements for one database vendor."""
 
     @cached_property
-    def _met(self) -> str:
+    def _existing(self) -> str:
         left = self.dialect.seconds_between.format(self.now, "k.locked_until")
         return (
-            f"{_columns(MET, 'k.')}, COALESCE({self.expired}, false) AS expired,"
+            f"{_columns(EXISTING, 'k.')}, COALESCE({self.expired}, false) AS expired,"
             f" COALESCE({left}, 0) AS lock_seconds"
         )
 
@@ -95,17 +101,19 @@ class Statements(Updates):
         # SQLite does not support an alias in RETURNING. Each claim sets last_run_at to the time of
         # its statement.
         age = self.dialect.seconds_between.format("created_at", "last_run_at")
-        return f"{_columns(names)}, {age} AS age_seconds, {self.dialect.place} AS place"
+        return f"{_columns(names)}, {age} AS age_seconds, {self.dialect.ctid}"
 
     @cached_property
     def read(self) -> str:
-        return f"SELECT {_NOTHING_CLAIMED}, {self._met}, '' FROM {TABLE} AS k WHERE {_OF_CLIENT}"
+        return (
+            f"SELECT {_NOTHING_CLAIMED}, {self._existing}, '' FROM {TABLE} AS k WHERE {_OF_CLIENT}"
+        )
 
     @cached_property
     def read_by_id(self) -> str:
         age = self.dialect.seconds_between.format("k.created_at", self.now)
         return one_line(f"""
-            SELECT {_columns(READ, "k.")}, {age} AS age_seconds, {self.dialect.place} AS place
+            SELECT {_columns(READ, "k.")}, {age} AS age_seconds, {self.dialect.ctid}
             FROM {TABLE} AS k WHERE k.id = %(id)s
         """)
 
@@ -134,7 +142,7 @@ class Statements(Updates):
     def upsert(self) -> str:
         """Claim the key of a phased view: insert it, or take it over if it is claimable. No row
         means neither."""
-        return f"{self._upsert('WHERE true')}, {_NOTHING_MET}, ''"
+        return f"{self._upsert('WHERE true')}, {_NO_EXISTING}, ''"
 
     def _upsert(self, source: str) -> str:
         unlocked = "(k.locked_until IS NULL OR k.locked_until <= excluded.created_at)"
@@ -155,17 +163,17 @@ class Statements(Updates):
         takes no lock and no transaction id. Only PostgreSQL supports INSERT in WITH."""
         # An INSERT would wait for the uncommitted row of a plain view; the advisory lock does not.
         guard = f"""
-            WHERE CASE WHEN EXISTS (SELECT 1 FROM met)
-            THEN (SELECT met.claimable AND NOT met.expired FROM met)
+            WHERE CASE WHEN EXISTS (SELECT 1 FROM existing)
+            THEN (SELECT existing.claimable AND NOT existing.expired FROM existing)
             ELSE pg_try_advisory_xact_lock({KEY_LOCK}) END
         """
         return one_line(f"""
-            WITH met AS MATERIALIZED (
-                SELECT {self._met}, {self._claimable(self.unlocked)} AS claimable
+            WITH existing AS MATERIALIZED (
+                SELECT {self._existing}, {self._claimable(self.unlocked)} AS claimable
                 FROM {TABLE} AS k WHERE {_OF_CLIENT}
             ), claimed AS ({self._upsert(guard)})
-            SELECT claimed.*, {_OF_MET}, ''
-            FROM (SELECT) AS one LEFT JOIN claimed ON true LEFT JOIN met ON true
+            SELECT claimed.*, {_EXISTING_COLUMNS}, ''
+            FROM (SELECT) AS one LEFT JOIN claimed ON true LEFT JOIN existing ON true
         """)
 
     @cached_property
@@ -176,18 +184,18 @@ class Statements(Updates):
         first the mark of the request, then the lock of the key."""
         insert = self._insert(finished=True, source="FROM verdict WHERE verdict.verdict = 'free'")
         return one_line(f"""
-            WITH met AS MATERIALIZED (
-                SELECT {self._met} FROM {TABLE} AS k WHERE {_OF_CLIENT}
+            WITH existing AS MATERIALIZED (
+                SELECT {self._existing} FROM {TABLE} AS k WHERE {_OF_CLIENT}
             ), verdict AS MATERIALIZED (
                 SELECT CASE
-                    WHEN EXISTS (SELECT 1 FROM met WHERE NOT met.expired) THEN 'exists'
+                    WHEN EXISTS (SELECT 1 FROM existing WHERE NOT existing.expired) THEN 'exists'
                     WHEN NOT pg_try_advisory_xact_lock({MARK_KEY}, {MARK_REQUEST}) THEN 'same'
                     WHEN NOT pg_try_advisory_xact_lock({KEY_LOCK}) THEN 'other'
                     ELSE 'free'
                 END AS verdict
             ), claimed AS ({insert} ON CONFLICT DO NOTHING RETURNING {self._claimed()})
-            SELECT claimed.*, {_OF_MET}, verdict.verdict
-            FROM verdict LEFT JOIN claimed ON true LEFT JOIN met ON true
+            SELECT claimed.*, {_EXISTING_COLUMNS}, verdict.verdict
+            FROM verdict LEFT JOIN claimed ON true LEFT JOIN existing ON true
         """)
 
     @cached_property
@@ -195,7 +203,7 @@ class Statements(Updates):
         """Claim for a plain view on SQLite, whose single writer needs no advisory lock."""
         return one_line(f"""
             {self._insert(finished=True, source="WHERE true")} ON CONFLICT DO NOTHING
-            RETURNING {self._claimed()}, {_NOTHING_MET}, ''
+            RETURNING {self._claimed()}, {_NO_EXISTING}, ''
         """)
 
     @cached_property

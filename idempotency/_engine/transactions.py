@@ -23,7 +23,7 @@ from idempotency._engine.errors import (
     NOT_SUPPORTED,
     drop_connection,
     has_ended,
-    refuse_second_wait,
+    raise_writer_busy,
     sqlstate_of,
 )
 from idempotency._engine.limits import IDLE, LOCK, Limits
@@ -169,7 +169,7 @@ class OwnTransaction:
             begin += [f"SET LOCAL idempotency.transaction = '{self._marker}'"]
         return begin
 
-    def end_with(
+    def set_last(
         self,
         text: str,
         parameters: Parameters,
@@ -192,7 +192,7 @@ class OwnTransaction:
         self._last = text, parameters, then, {**meanings, **_ENDED}
         return True
 
-    def refuse_if_ended(self) -> None:
+    def require_open(self) -> None:
         """Raise TransactionEnded if the view has ended the transaction of a phase. The merged end
         asks by itself."""
         connection = self._connection
@@ -204,7 +204,7 @@ class OwnTransaction:
         elif self._of_phase and has_ended(connection):
             raise TransactionEnded
 
-    def end(self) -> None:
+    def send_last(self) -> None:
         """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no
         transaction, and sends nothing. Nothing is committed on an error.
         Raises TransactionEnded if the view has ended the transaction of a phase."""
@@ -217,7 +217,7 @@ class OwnTransaction:
                     ).row
                 )
 
-    def refuse_misuse(self, error: Exception) -> None:
+    def raise_misuse(self, error: Exception) -> None:
         """Raise RuntimeError instead of an error of the block, if the connection was closed in the
         block, or a durable block was entered."""
         if self._connection.closed_in_transaction:
@@ -233,7 +233,7 @@ def in_outer_transaction(using: str) -> bool:
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
-def refuse_without_autocommit(using: str) -> None:
+def require_autocommit(using: str) -> None:
     """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then
     commits nothing."""
     connection = connections[using]
@@ -247,10 +247,10 @@ def refuse_without_autocommit(using: str) -> None:
         )
 
 
-def refuse_outer_transaction(using: str) -> None:
+def require_no_transaction(using: str) -> None:
     """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and
     without autocommit."""
-    refuse_without_autocommit(using)
+    require_autocommit(using)
     if in_outer_transaction(using):
         raise RuntimeError(
             "A phased view, a phase or a call was entered inside a transaction, whose rollback"
@@ -282,7 +282,7 @@ def durable_transaction(
             f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not"
             f" {isolation!r}."
         )
-    refuse_outer_transaction(using)
+    require_no_transaction(using)
     connection = connections[using]
     own = OwnTransaction(
         connection, isolation, of_phase=of_phase, first=first, lease_seconds=lease_seconds
@@ -296,19 +296,19 @@ def durable_transaction(
             if connection.connection is not None and connection.connection.closed:
                 connection.close()  # Django opens a new one.
             # Receivers of ``connection_created`` may begin transactions of theirs.
-            database_product.opened(connection)
+            database_product.psycopg_connection(connection)
             vars(connection)[_BEGIN_HOOK] = own.begin
         with classified_errors(connection, own=False), own.block:
             begun = True
             try:
                 yield own
-                own.end()
+                own.send_last()
             except Exception as error:
-                own.refuse_misuse(error)
+                own.raise_misuse(error)
                 raise
     except DatabaseError as error:
         if not begun:  # On SQLite with ``transaction_mode``, BEGIN takes the write lock.
-            refuse_second_wait(error)
+            raise_writer_busy(error)
         raise
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)

@@ -15,11 +15,11 @@ from idempotency.models import FINISHED, RETIRED_SCOPE, IdempotencyKey
 
 TABLE = IdempotencyKey._meta.db_table
 
-#: The end of a fenced statement on PostgreSQL: it finds the row by its place (``ctid``) first.
-#: Under SERIALIZABLE an index scan locks a page that all young keys share, so runs of different
-#: keys would conflict.
-AT_PLACE = " AND k.ctid = %(place)s::tid RETURNING k.ctid"
-ANYWHERE = " RETURNING k.ctid"
+#: The end of a fenced statement on PostgreSQL: it finds the row by its physical position (``ctid``)
+#: first. Under SERIALIZABLE an index scan locks a page that all young keys share, so runs of
+#: different keys would conflict.
+AT_CTID = " AND k.ctid = %(position)s::tid RETURNING k.ctid"
+RETURNING_CTID = " RETURNING k.ctid"
 
 NOT_REFUSED = "refused_at = NULL, expires_at = NULL"
 #: A refusal ends too: an asyncio task of the view may begin a phase or call after the view was

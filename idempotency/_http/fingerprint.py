@@ -35,7 +35,7 @@ from django.http.multipartparser import MultiPartParser
 from django.utils.datastructures import MultiValueDict
 from django.utils.encoding import escape_uri_path, force_bytes, force_str
 
-from idempotency._engine.advisory_locks import way_of
+from idempotency._engine.advisory_locks import version_of
 from idempotency._hidden import Hidden
 
 logger = logging.getLogger("idempotency")
@@ -72,10 +72,10 @@ def fingerprint(
     return _compute(way, request, body, by_host=by_host)
 
 
-def made_alike(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
+def fingerprint_as(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
     """Return the fingerprint of a request, made in the way of a stored one. Return None if its
     version is unknown, or if its secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
-    way = way_of(stored)
+    way = version_of(stored)
     if (found := _WAY.fullmatch(way)) is None or (
         found["secret"] and found["secret"] not in map(_name, _secrets())
     ):

@@ -30,9 +30,9 @@ from idempotency._http.credentials import without_credentials
 from idempotency._http.fingerprint import (
     chosen_urlconf,
     fingerprint,
+    fingerprint_as,
     host_of,
     is_multipart,
-    made_alike,
     target,
 )
 from idempotency._http.kept import give_back, kept_values
@@ -109,7 +109,7 @@ def capture(
         request_fingerprint=fingerprint(
             request, body, keyed=is_cut or not options.store_body, by_host=by_host
         ),
-        made_alike=partial(made_alike, request=request, body=body),
+        fingerprint_as=partial(fingerprint_as, request=request, body=body),
         plain_fingerprint=partial(fingerprint, request, body, keyed=True, by_host=by_host),
         retention_hours=options.hours_kept(),
         lease_seconds=options.lease(),

@@ -48,7 +48,7 @@ class ViewWork:
     def other_databases(self, using: str) -> list[str]:
         return [alias for alias in atomic_aliases(self._call.view) if alias != using]
 
-    def refuse_outer_transaction(self, using: str) -> None:
+    def check_outer_transaction(self, using: str) -> None:
         """Raise RuntimeError in the transaction of ATOMIC_REQUESTS. Django opened it around an
         unprotected view that has called this one. The protection would depend on that view, and
         retries in the process would be lost unnoticed."""
@@ -97,7 +97,7 @@ class ViewWork:
 
     # What is stored
 
-    def refuse_unstorable(self, value: HttpResponseBase) -> None:
+    def require_storable(self, value: HttpResponseBase) -> None:
         if not (responses.is_storable(value) or responses.is_refusal(value)):
             raise ResponseNotStorable(
                 f"A response with status {value.status_code} is never stored. Return it outside the"

@@ -18,7 +18,7 @@ from idempotency._engine.errors import connection_lost
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.phase import atomic_phase
-from idempotency._engine.phased_run import KeyState, PhasedRun, current_key
+from idempotency._engine.phased_run import FinalState, PhasedRun, current_key
 from idempotency._engine.replays import CannotRun
 from idempotency._operations.definition import Definition
 from idempotency._operations.results import stored
@@ -64,7 +64,9 @@ class OperationWork:
     def is_unfinished(self) -> bool:
         """Whether a run has begun something, and has left the key to the completer."""
         run = self.run
-        return isinstance(run, PhasedRun) and run.key.begun and run.end is KeyState.RELEASED
+        return (
+            isinstance(run, PhasedRun) and run.key.begun and run.final_state is FinalState.RELEASED
+        )
 
     def claimed_request(self, key: str, scope: str, user_id: Any) -> ClaimedRequest:
         """Return the columns that a claim stores; arguments only for the completer."""
@@ -80,7 +82,7 @@ class OperationWork:
             request_headers={},
             remote_addr="",
             request_fingerprint=fingerprint,
-            made_alike=lambda _: fingerprint,
+            fingerprint_as=lambda _: fingerprint,
             plain_fingerprint=lambda: fingerprint,
             retention_hours=self.definition.hours_kept,
             lease_seconds=self.definition.lease,
@@ -94,7 +96,7 @@ class OperationWork:
     def other_databases(self, using: str) -> list[str]:
         return []
 
-    def refuse_outer_transaction(self, using: str) -> None:
+    def check_outer_transaction(self, using: str) -> None:
         """Permit every open transaction: the operation is a savepoint of it."""
 
     # The call
@@ -213,7 +215,7 @@ class OperationWork:
 
     # What is stored
 
-    def refuse_unstorable(self, value: Any) -> None:
+    def require_storable(self, value: Any) -> None:
         """Permit every value: it was stored as JSON before."""
 
     def stored(self, value: StoredResponse) -> StoredResponse:

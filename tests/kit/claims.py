@@ -26,7 +26,7 @@ def request(
         request_headers={},
         remote_addr="127.0.0.1",
         request_fingerprint=fingerprint,
-        made_alike=lambda stored: None,
+        fingerprint_as=lambda stored: None,
         plain_fingerprint=lambda: fingerprint,
         retention_hours=72,
         lease_seconds=conf.get().LOCK_TIMEOUT_SECONDS,

@@ -11,7 +11,7 @@ WHOLE = (
         "statements",
         "updates",
         "advisory_locks",
-        "settlement",
+        "decisions",
     ),
     *(
         "run",

@@ -51,10 +51,10 @@ SQL = (
     ),
     ("(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})", "(true)"),
     (
-        "(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')",
+        "(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, WAITS_FOR_DEPLOY))!r})",
         "(k.stuck_at IS NULL)",
     ),
-    ("(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')", "(true)"),
+    ("(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, WAITS_FOR_DEPLOY))!r})", "(true)"),
     ("stuck_at = NULL, stuck_code = '', stuck_reason = ''", "stuck_at = k.stuck_at"),
     (
         "(k.locked_until IS NULL OR k.locked_until <= {",
@@ -90,8 +90,8 @@ SQL = (
     ("excluded.last_run_at, {_NEXT_ATTEMPT}, {CLEAR_STUCK}", "excluded.last_run_at, {CLEAR_STUCK}"),
     ("{_NEXT_ATTEMPT}, {CLEAR_STUCK}, {_LAST_REQUEST}", "{_NEXT_ATTEMPT}, {_LAST_REQUEST}"),
     ("ELSE pg_try_advisory_xact_lock({KEY_LOCK}) END", "ELSE true END"),
-    ("THEN (SELECT met.claimable AND NOT met.expired FROM met) ", "THEN true "),
-    ("met WHERE NOT met.expired) THEN", "met) THEN"),
+    ("THEN (SELECT existing.claimable AND NOT existing.expired FROM existing) ", "THEN true "),
+    ("existing WHERE NOT existing.expired) THEN", "existing) THEN"),
     ("WHEN NOT pg_try_advisory_xact_lock({MARK_KEY}, {MARK_REQUEST}) THEN 'same' ", ""),
     ("WHEN NOT pg_try_advisory_xact_lock({KEY_LOCK}) THEN 'other' ELSE", "ELSE"),
     ("CAST(%(lock)s AS bigint) # {_TABLE_ID}::bigint", "CAST(%(lock)s AS bigint)"),
@@ -169,10 +169,10 @@ SQL = (
     (" AND objid <> {MARK_REQUEST}::bigint & 4294967295", ""),
     (" AND objid >> 24 = ({MARK_REQUEST}::bigint & 4294967295) >> 24", ""),
     ("FROM lock JOIN mark USING (pid)", "FROM mark"),
-    ("ANYWHERE = ' RETURNING", "ANYWHERE = ' AND false RETURNING"),
+    ("RETURNING_CTID = ' RETURNING", "RETURNING_CTID = ' AND false RETURNING"),
     (
-        " AND k.ctid = %(place)s::tid RETURNING",
-        " AND false AND %(place)s::tid IS NOT NULL RETURNING",
+        " AND k.ctid = %(position)s::tid RETURNING",
+        " AND false AND %(position)s::tid IS NOT NULL RETURNING",
     ),
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

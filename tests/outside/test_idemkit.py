@@ -28,7 +28,7 @@ from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 from idempotency import conf
 from idempotency._engine import claims, fence, rows
 from idempotency._engine.attempts import Wait
-from idempotency._engine.claims import Claim, ClaimedRequest, Outcome
+from idempotency._engine.claims import Claim, ClaimedRequest, ClaimOutcome
 from idempotency.exceptions import LockLost
 from idempotency.models import STARTED, IdempotencyKey
 from idempotency.phases import ClaimedKey
@@ -61,7 +61,7 @@ class Backend:
 
         def run() -> ClaimResult:
             claim = claims.claim_phased(request, (STARTED,), using=ALIAS)
-            if claim.outcome is Outcome.CLAIMED:
+            if claim.outcome is ClaimOutcome.CLAIMED:
                 _date_back("locked_until", claim.key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
             return _result(claim, request)
 
@@ -161,7 +161,7 @@ def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
         request_headers={},
         remote_addr="",
         request_fingerprint=fingerprint,
-        made_alike=lambda stored: fingerprint,
+        fingerprint_as=lambda stored: fingerprint,
         plain_fingerprint=lambda: fingerprint,
         retention_hours=conf.get().RETENTION_HOURS,
         lease_seconds=LOCK_TIMEOUT_SECONDS,
@@ -184,7 +184,7 @@ def _date_back(column: str, key: IdempotencyKey, seconds: float) -> None:
 
 
 def _result(claim: Claim, request: ClaimedRequest) -> ClaimResult:
-    if claim.outcome is Outcome.CLAIMED:
+    if claim.outcome is ClaimOutcome.CLAIMED:
         before = [entry["event"] for entry in _row(request.idempotency_key).history][-2:-1]
         kind = (
             ClaimResultType.LEASE_RECLAIMED
@@ -193,8 +193,8 @@ def _result(claim: Claim, request: ClaimedRequest) -> ClaimResult:
         )
         return ClaimResult(kind, _record(claim.key), str(claim.key.claim_token))
     kinds = {
-        Outcome.IN_PROGRESS: ClaimResultType.ALREADY_CLAIMED,
-        Outcome.FINISHED: ClaimResultType.ALREADY_COMPLETED,
+        ClaimOutcome.IN_PROGRESS: ClaimResultType.ALREADY_CLAIMED,
+        ClaimOutcome.FINISHED: ClaimResultType.ALREADY_COMPLETED,
     }
     # While the winner of a race has not committed, nobody can see its row.
     return ClaimResult(

@@ -14,7 +14,7 @@ from rest_framework.authentication import SessionAuthentication
 from rest_framework.views import APIView
 
 from idempotency import interventions
-from idempotency._engine import claims, settlement
+from idempotency._engine import claims, decisions
 from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.contrib.prometheus import DatabaseCollector
 from idempotency.decorators import idempotent
@@ -356,7 +356,7 @@ def test_a_completer_that_has_chosen_the_key_before_the_refusal_leaves_it_alone(
     sender.send()
     make_older(1000, "last_run_at")
     assert claims.claim_by_id(chosen.pk, delay_seconds=0, using="default") is None
-    assert not settlement.give_up(chosen.pk, "code", "reason", using="default")
+    assert not decisions.give_up(chosen.pk, "code", "reason", using="default")
     key = IdempotencyKey.objects.get()
     assert not interventions.hand_back(key.pk, key.claim_token, by="jane")
     assert key.refused_at is not None

@@ -15,9 +15,9 @@ from django.db import DataError, Error, OperationalError, connection, transactio
 from django.db.models.functions import Now
 
 from idempotency import interventions
-from idempotency._engine import claims, fence, rows, settlement
+from idempotency._engine import claims, decisions, fence, rows
 from idempotency._engine.advisory_locks import HOLDER
-from idempotency._engine.claims import Claim, Outcome
+from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.dialects import HISTORY_LIMIT
 from idempotency._hidden import Hidden
 from idempotency.models import IdempotencyKey
@@ -112,7 +112,7 @@ def test_a_lock_that_is_renewed_while_a_claim_waits_for_it_has_not_expired(
         waiting = in_background(lambda: take(key))
         eventually(waits_for_a_lock)
     found = waiting.result(60)
-    assert found is None or found.outcome is Outcome.IN_PROGRESS
+    assert found is None or found.outcome is ClaimOutcome.IN_PROGRESS
     assert IdempotencyKey.objects.get().claim_token == key.fence
 
 
@@ -135,7 +135,7 @@ def test_a_key_is_locked_to_the_last_moment() -> None:
         expire_lock(89.2)
         found = claim()
         # the machine was too slow: try again
-        return None if found.outcome is Outcome.CLAIMED else found
+        return None if found.outcome is ClaimOutcome.CLAIMED else found
 
     found = eventually(claimed_too_early)
     assert found.key is not None
@@ -144,14 +144,14 @@ def test_a_key_is_locked_to_the_last_moment() -> None:
 
 def test_a_free_key_is_refused_to_another_request() -> None:
     fence.release(claim().key, "error", using="default")
-    assert claim(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+    assert claim(request(fingerprint="v1:two")).outcome is ClaimOutcome.MISMATCH
     assert IdempotencyKey.objects.get().attempts == 1
 
 
 def test_a_finished_key_is_not_claimed_by_a_view_that_knows_the_last_point() -> None:
     finish(claim().key)
     found = claims.claim_phased(request(), ("started", "paid", "finished"), using="default")
-    assert (found.outcome, found.key.response_code) == (Outcome.FINISHED, 200)
+    assert (found.outcome, found.key.response_code) == (ClaimOutcome.FINISHED, 200)
     assert IdempotencyKey.objects.get().attempts == 1
 
 
@@ -159,7 +159,10 @@ def test_only_a_view_that_knows_the_point_takes_a_key_over() -> None:
     claim()
     IdempotencyKey.objects.update(recovery_point="elsewhere", locked_until=None)
     refused = claim()
-    assert (refused.outcome, refused.key.recovery_point) == (Outcome.UNKNOWN_POINT, "elsewhere")
+    assert (refused.outcome, refused.key.recovery_point) == (
+        ClaimOutcome.UNKNOWN_POINT,
+        "elsewhere",
+    )
     assert IdempotencyKey.objects.get().attempts == 1
 
 
@@ -167,7 +170,7 @@ def test_a_claim_of_what_a_deploy_left_takes_the_mark_off() -> None:
     key = claim().key
     fence.mark_stuck(key, "unknown_recovery_point", "reason", using="default")
     again = claim()
-    assert again.outcome is Outcome.CLAIMED
+    assert again.outcome is ClaimOutcome.CLAIMED
     row = IdempotencyKey.objects.get()
     assert (row.stuck_at, row.stuck_code, row.stuck_reason) == (None, "", "")
     assert (again.key.stuck_at, again.key.stuck_code, again.key.stuck_reason) == (None, "", "")
@@ -177,11 +180,13 @@ def test_a_claim_of_what_a_deploy_left_takes_the_mark_off() -> None:
 def test_a_key_is_compared_by_the_way_in_which_its_fingerprint_was_made(look: Any) -> None:
     finish(claim(request(fingerprint="v1:old")).key)
     for made, outcome in (
-        ("v1:old", Outcome.FINISHED),
-        ("v1:other", Outcome.MISMATCH),
-        (None, Outcome.IN_PROGRESS),
+        ("v1:old", ClaimOutcome.FINISHED),
+        ("v1:other", ClaimOutcome.MISMATCH),
+        (None, ClaimOutcome.IN_PROGRESS),
     ):
-        described = replace(request(fingerprint="v2:new"), made_alike={"v1:old": made}.__getitem__)
+        described = replace(
+            request(fingerprint="v2:new"), fingerprint_as={"v1:old": made}.__getitem__
+        )
         assert look(described).outcome is outcome
 
 
@@ -200,27 +205,31 @@ def test_an_expired_key_is_retired_by_whoever_comes_and_only_then() -> None:
     key = claim().key
     finish(key)
     IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=99))
-    assert claim(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+    assert claim(request(fingerprint="v1:two")).outcome is ClaimOutcome.MISMATCH
     make_older(73 * 3600, "finished_at")
-    assert claim_plain(request(fingerprint="v1:two")).outcome is Outcome.CLAIMED
+    assert claim_plain(request(fingerprint="v1:two")).outcome is ClaimOutcome.CLAIMED
     assert IdempotencyKey.objects.filter(scope=f"expired:{key.pk}").count() == 1
 
 
 @pytest.mark.parametrize(
     ("kept", "hours", "outcome"),
-    [(100, 99, Outcome.FINISHED), (100, 101, Outcome.CLAIMED), (None, 9999, Outcome.FINISHED)],
+    [
+        (100, 99, ClaimOutcome.FINISHED),
+        (100, 101, ClaimOutcome.CLAIMED),
+        (None, 9999, ClaimOutcome.FINISHED),
+    ],
 )
 @pytest.mark.parametrize("first", ["phased", "plain"])
 @pytest.mark.parametrize("look", [claim, claim_plain])
 def test_a_key_is_replayed_until_it_expires(
-    look: Callable[..., Any], first: str, kept: int | None, hours: int, outcome: Outcome
+    look: Callable[..., Any], first: str, kept: int | None, hours: int, outcome: ClaimOutcome
 ) -> None:
     described = replace(request(), retention_hours=kept)
     finish((claim if first == "phased" else claim_plain)(described).key)
     key = IdempotencyKey.objects.get()
     assert key.expires_at == (kept and key.finished_at + timedelta(hours=kept))
     make_older(hours * 3600, "created_at", "finished_at")
-    assert IdempotencyKey.objects.expired().count() == (outcome is Outcome.CLAIMED)
+    assert IdempotencyKey.objects.expired().count() == (outcome is ClaimOutcome.CLAIMED)
     assert look(described).outcome is outcome
 
 
@@ -230,7 +239,7 @@ def test_the_retention_is_that_of_the_view_when_the_work_begins(begun: bool, kep
     if begun:
         fence.advance(key, "paid", using="default")
     fence.release(key, "It failed.", using="default")
-    assert claim(replace(request(), retention_hours=200)).outcome is Outcome.CLAIMED
+    assert claim(replace(request(), retention_hours=200)).outcome is ClaimOutcome.CLAIMED
     assert IdempotencyKey.objects.get().retention_hours == kept
 
 
@@ -293,7 +302,7 @@ def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(
 
     with meanwhile(insert, look) as other:
         found = other.result(60)
-    assert (found.outcome, found.key.response_code) == (Outcome.FINISHED, 201)
+    assert (found.outcome, found.key.response_code) == (ClaimOutcome.FINISHED, 201)
 
 
 @pytest.mark.postgres
@@ -325,7 +334,7 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
     if look is claim_as_completer or in_transaction:
         assert found is None
     else:
-        assert (found.outcome, found.key) == (Outcome.IN_PROGRESS, key)
+        assert (found.outcome, found.key) == (ClaimOutcome.IN_PROGRESS, key)
 
 
 @pytest.fixture
@@ -349,7 +358,7 @@ def rows_that_vanish(transactional_db: None) -> Iterator[None]:
 def test_a_claim_that_is_always_outrun_sends_its_client_away_for_a_second(
     rows_that_vanish: None, look: Callable[[], Claim]
 ) -> None:
-    assert look() == Claim(Outcome.IN_PROGRESS, None, lock_seconds=1)
+    assert look() == Claim(ClaimOutcome.IN_PROGRESS, None, lock_seconds=1)
 
 
 def test_the_completer_claims_what_nobody_holds_and_not_before_its_delay() -> None:
@@ -447,7 +456,7 @@ def test_a_lost_run_does_not_make_the_history_too_long(who: str, length: int) ->
 def test_a_key_that_is_given_up_records_the_lost_run() -> None:
     key = claim().key
     expire_lock()
-    assert settlement.give_up(key.pk, "code", "reason", using="default")
+    assert decisions.give_up(key.pk, "code", "reason", using="default")
     assert events() == ["claimed: client", "run lost: lock expired", "stuck: reason"]
 
 
@@ -473,23 +482,23 @@ def test_the_attempts_of_the_completer_start_again_when_a_deploy_alone_left_the_
 
 def test_the_plain_claim_refuses_what_a_phased_view_left() -> None:
     claim()
-    assert claim_plain().outcome is Outcome.IN_PROGRESS
+    assert claim_plain().outcome is ClaimOutcome.IN_PROGRESS
     expire_lock()
     refused = claim_plain()
-    assert (refused.outcome, refused.key.recovery_point) == (Outcome.UNKNOWN_POINT, "started")
-    assert claim_plain(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+    assert (refused.outcome, refused.key.recovery_point) == (ClaimOutcome.UNKNOWN_POINT, "started")
+    assert claim_plain(request(fingerprint="v1:two")).outcome is ClaimOutcome.MISMATCH
 
 
 @pytest.mark.postgres
 def test_a_duplicate_of_a_plain_request_is_refused_with_one_statement() -> None:
-    def again() -> tuple[Outcome, int]:
+    def again() -> tuple[ClaimOutcome, int]:
         with transaction.atomic(), statements() as seen:
             return claim_plain().outcome, len(seen)
 
     with transaction.atomic():
-        assert claim_plain().outcome is Outcome.CLAIMED
+        assert claim_plain().outcome is ClaimOutcome.CLAIMED
         with background(again) as other:
-            assert other.result(60) == (Outcome.IN_PROGRESS, 1)
+            assert other.result(60) == (ClaimOutcome.IN_PROGRESS, 1)
 
 
 @pytest.mark.postgres
@@ -502,9 +511,9 @@ def test_while_a_plain_view_runs_over_an_expired_key_the_next_is_refused_at_once
     finish(claim().key)
     past_the_retention()
     with transaction.atomic():
-        assert claim_plain().outcome is Outcome.CLAIMED
+        assert claim_plain().outcome is ClaimOutcome.CLAIMED
         with background(at_once) as other:
-            assert other.result(60).outcome is Outcome.IN_PROGRESS
+            assert other.result(60).outcome is ClaimOutcome.IN_PROGRESS
 
 
 @pytest.mark.postgres
@@ -513,16 +522,16 @@ def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_r
     look: Any,
 ) -> None:
     with transaction.atomic():
-        assert claim_plain().outcome is Outcome.CLAIMED
+        assert claim_plain().outcome is ClaimOutcome.CLAIMED
         for described, outcome in (
-            (request(), Outcome.IN_PROGRESS),
-            (request(fingerprint="v1:two"), Outcome.MISMATCH),
+            (request(), ClaimOutcome.IN_PROGRESS),
+            (request(fingerprint="v1:two"), ClaimOutcome.MISMATCH),
         ):
             with background(lambda described=described: look(described)) as other:
                 refused = other.result(60)
             assert (refused.outcome, refused.lock_seconds) == (outcome, 1)
         with background(lambda: look(request("another key")).outcome) as other:
-            assert other.result(60) is Outcome.CLAIMED
+            assert other.result(60) is ClaimOutcome.CLAIMED
 
 
 @pytest.mark.postgres
@@ -537,9 +546,9 @@ def test_keys_of_two_scopes_that_agree_in_32_bits_are_not_in_each_others_way(
     mine = request("order-15215", scope="user:2", fingerprint=fingerprint)
     assert locks(theirs)["mark_key"] == locks(mine)["mark_key"]
     with transaction.atomic():
-        assert claim_plain(theirs).outcome is Outcome.CLAIMED
+        assert claim_plain(theirs).outcome is ClaimOutcome.CLAIMED
         with background(lambda: look(mine).outcome) as other:
-            assert other.result(60) is Outcome.CLAIMED
+            assert other.result(60) is ClaimOutcome.CLAIMED
 
 
 def test_locks_are_numbers_of_the_width_that_postgresql_takes() -> None:
@@ -659,8 +668,8 @@ def test_a_claim_that_was_not_sent_or_was_refused_has_nothing_to_release(
 def test_a_fingerprint_of_an_unknown_way_can_be_compared_soon(look: Callable[..., Any]) -> None:
     claim(request(fingerprint="v9:newer"))
     expire_lock()
-    met = look(replace(request(fingerprint="v2:new"), made_alike=lambda stored: None))
-    assert (met.outcome, met.lock_seconds) == (Outcome.IN_PROGRESS, 1)
+    met = look(replace(request(fingerprint="v2:new"), fingerprint_as=lambda stored: None))
+    assert (met.outcome, met.lock_seconds) == (ClaimOutcome.IN_PROGRESS, 1)
 
 
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="needs SQLite")

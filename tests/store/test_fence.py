@@ -7,7 +7,7 @@ from copy import copy
 import pytest
 from django.db import transaction
 
-from idempotency._engine import events, fence, rows, settlement
+from idempotency._engine import decisions, events, fence, rows
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
@@ -85,7 +85,7 @@ def test_what_is_finished_is_neither_released_nor_stuck() -> None:
     key = claim().key
     finish(key)
     fence.release(key, "late", using="default")
-    assert settlement.give_up(key.pk, "code", "reason", using="default") is False
+    assert decisions.give_up(key.pk, "code", "reason", using="default") is False
     with pytest.raises(LockLost):
         fence.mark_stuck(key, "code", "reason", using="default")
     row = IdempotencyKey.objects.get()

@@ -8,9 +8,9 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 from django.db.models.functions import Now
 
-from idempotency._engine import fence, rows, settlement
+from idempotency._engine import decisions, fence, rows
 from idempotency._engine.advisory_locks import lock_parameters
-from idempotency._engine.claims import Outcome
+from idempotency._engine.claims import ClaimOutcome
 from idempotency._engine.dialects import HISTORY_LIMIT
 from idempotency._engine.transactions import durable_transaction
 from idempotency._http import view
@@ -31,7 +31,7 @@ def test_a_new_key_is_claimed_with_one_statement() -> None:
     with statements() as seen:
         found = claim()
     assert (found.outcome, found.key.attempts, found.key.recovery_point) == (
-        Outcome.CLAIMED,
+        ClaimOutcome.CLAIMED,
         1,
         "started",
     )
@@ -44,14 +44,14 @@ def test_of_claims_in_a_race_one_wins() -> None:
     winner's row."""
     for number in range(50):
         found = all_at_once(lambda rival, number=number: claim(request(f"key-{number}")).outcome, 8)
-        assert sorted(found, key=str) == [Outcome.CLAIMED] + [Outcome.IN_PROGRESS] * 7
+        assert sorted(found, key=str) == [ClaimOutcome.CLAIMED] + [ClaimOutcome.IN_PROGRESS] * 7
 
 
 def test_a_locked_key_is_refused_with_the_rest_of_its_lock() -> None:
     claim()
     expire_lock(30)
     refused = claim()
-    assert refused.outcome is Outcome.IN_PROGRESS
+    assert refused.outcome is ClaimOutcome.IN_PROGRESS
     assert 55 < refused.lock_seconds < 60.01
 
 
@@ -59,7 +59,11 @@ def test_a_key_locked_91_seconds_ago_is_taken_over_with_another_token() -> None:
     first = claim().key
     expire_lock()
     second = claim()
-    assert (second.outcome, second.key.pk, second.key.attempts) == (Outcome.CLAIMED, first.pk, 2)
+    assert (second.outcome, second.key.pk, second.key.attempts) == (
+        ClaimOutcome.CLAIMED,
+        first.pk,
+        2,
+    )
     assert second.key.claim_token != first.claim_token
 
 
@@ -69,12 +73,12 @@ def test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default() -> 
         claim(request(f"key-{turn}"))
     expire_lock()
 
-    def client(number: int) -> list[Outcome]:
+    def client(number: int) -> list[ClaimOutcome]:
         with default_isolation("repeatable read"):
             return [claim(request(f"key-{turn}")).outcome for turn in range(40)]
 
     for outcomes in zip(*all_at_once(client, 8), strict=True):
-        assert sorted(outcomes, key=str) == [Outcome.CLAIMED] + [Outcome.IN_PROGRESS] * 7
+        assert sorted(outcomes, key=str) == [ClaimOutcome.CLAIMED] + [ClaimOutcome.IN_PROGRESS] * 7
     assert set(IdempotencyKey.objects.values_list("attempts", flat=True)) == {2}
 
 
@@ -115,15 +119,15 @@ def test_the_fence_stops_whoever_lost_the_key(change: Any) -> None:
 def test_a_mismatch_is_told_before_anything_else() -> None:
     key = claim().key
     other = request(fingerprint="v1:two")
-    assert claim(other).outcome is Outcome.MISMATCH
+    assert claim(other).outcome is ClaimOutcome.MISMATCH
     fence.mark_stuck(key, "code", "reason", using="default")
-    assert claim(other).outcome is Outcome.MISMATCH
-    assert claim().outcome is Outcome.STUCK
+    assert claim(other).outcome is ClaimOutcome.MISMATCH
+    assert claim().outcome is ClaimOutcome.STUCK
 
 
 def test_scopes_do_not_see_each_other() -> None:
     claim(request(scope="user:1", fingerprint="v1:one"))
-    assert claim(request(scope="user:2", fingerprint="v1:two")).outcome is Outcome.CLAIMED
+    assert claim(request(scope="user:2", fingerprint="v1:two")).outcome is ClaimOutcome.CLAIMED
 
 
 def test_length_prefixes_keep_locks_of_different_keys_apart() -> None:
@@ -139,7 +143,7 @@ def test_an_expired_key_is_new_again_and_its_row_stays_for_whoever_points_at_it(
     entry = Entry.objects.create(name="ride", idempotency_key=old)
     past_the_retention()
     found = claim(request(fingerprint="v1:two"))
-    assert (found.outcome, found.key.attempts) == (Outcome.CLAIMED, 1)
+    assert (found.outcome, found.key.attempts) == (ClaimOutcome.CLAIMED, 1)
     assert found.key.pk != old.pk
     entry.refresh_from_db()
     assert entry.idempotency_key_id == old.pk
@@ -151,7 +155,7 @@ def test_expiry_counts_from_the_end_not_from_the_creation() -> None:
     finish(claim().key)
     make_older(200 * 3600, "created_at")
     make_older(71 * 3600, "finished_at")
-    assert claim().outcome is Outcome.FINISHED
+    assert claim().outcome is ClaimOutcome.FINISHED
 
 
 def test_an_unfinished_key_never_expires_by_itself() -> None:
@@ -167,7 +171,7 @@ def test_the_plain_claim_retires_an_expired_key_with_its_own_transaction() -> No
     with transaction.atomic():
         found = claim_plain()
         transaction.set_rollback(True)
-    assert found.outcome is Outcome.CLAIMED
+    assert found.outcome is ClaimOutcome.CLAIMED
     old.refresh_from_db()
     assert old.scope == "user:1"
 
@@ -177,7 +181,7 @@ def test_a_replay_writes_nothing_and_takes_no_transaction_id() -> None:
     finish(claim().key)
     for look in (claim, claim_plain):
         with transaction.atomic(), connection.cursor() as cursor:
-            assert look().outcome is Outcome.FINISHED
+            assert look().outcome is ClaimOutcome.FINISHED
             cursor.execute(
                 "SELECT pg_current_xact_id_if_assigned(), (SELECT count(*) FROM pg_locks WHERE"
                 " locktype = 'advisory' AND pid = pg_backend_pid())"
@@ -206,10 +210,10 @@ def test_an_error_is_kept_as_both_databases_take_it() -> None:
 
 def test_giving_up_spares_a_key_that_somebody_holds() -> None:
     key = claim().key
-    assert settlement.give_up(key.pk, "code", "reason", using="default") is False
+    assert decisions.give_up(key.pk, "code", "reason", using="default") is False
     expire_lock()
-    assert settlement.give_up(key.pk, "code", "reason", using="default") is True
-    assert settlement.give_up(key.pk, "other", "reason", using="default") is False
+    assert decisions.give_up(key.pk, "code", "reason", using="default") is True
+    assert decisions.give_up(key.pk, "other", "reason", using="default") is False
     assert IdempotencyKey.objects.get().stuck_code == "code"
 
 
@@ -234,7 +238,7 @@ def test_the_schema_refuses_a_state_that_cannot_be(broken: dict[str, Any]) -> No
 
 def test_keys_are_case_sensitive() -> None:
     claim(request("Key", fingerprint="v1:one"))
-    assert claim(request("key", fingerprint="v1:two")).outcome is Outcome.CLAIMED
+    assert claim(request("key", fingerprint="v1:two")).outcome is ClaimOutcome.CLAIMED
 
 
 @pytest.mark.postgres

@@ -6,7 +6,7 @@ import pytest
 from pytest_django import Settings
 
 from idempotency._engine import fence
-from idempotency._engine.claims import Outcome
+from idempotency._engine.claims import ClaimOutcome
 from idempotency.models import IdempotencyKey
 from tests.kit.ageing import make_older
 from tests.kit.claims import claim, claim_as_completer, request
@@ -28,10 +28,10 @@ def test_a_claim_locks_the_key_for_its_lease() -> None:
     assert (IdempotencyKey.objects.get().lease_seconds, lease_of_row()) == (600, 600)
     make_older(598, "locked_until")
     waiting = claim(LONG)
-    assert waiting.outcome is Outcome.IN_PROGRESS
+    assert waiting.outcome is ClaimOutcome.IN_PROGRESS
     assert 0 < waiting.lock_seconds <= 2
     make_older(2, "locked_until")
-    assert claim(LONG).outcome is Outcome.CLAIMED
+    assert claim(LONG).outcome is ClaimOutcome.CLAIMED
     assert lease_of_row() == 600
 
 
@@ -53,7 +53,7 @@ def test_a_later_claim_may_have_another_lease() -> None:
     """A deploy has changed the option."""
     fence.advance(claim(LONG).key, "paid", using="default")
     make_older(601, "locked_until")
-    assert claim(replace(LONG, lease_seconds=30)).outcome is Outcome.CLAIMED
+    assert claim(replace(LONG, lease_seconds=30)).outcome is ClaimOutcome.CLAIMED
     assert (IdempotencyKey.objects.get().lease_seconds, lease_of_row()) == (30, 30)
 
 
@@ -84,7 +84,7 @@ def test_an_expired_refused_key_is_claimed_as_a_new_one() -> None:
     fence.refuse(refused, "status 429", using="default")
     make_older(73 * 3600, "created_at", "last_run_at", "refused_at", "expires_at")
     again = claim()
-    assert again.outcome is Outcome.CLAIMED
+    assert again.outcome is ClaimOutcome.CLAIMED
     assert again.key.pk != refused.pk
 
 

@@ -19,11 +19,11 @@ from django.http import HttpResponse
 from pytest_django import Settings
 
 from idempotency import enqueuer, interventions, reaper
-from idempotency._engine import settlement
+from idempotency._engine import decisions
 from idempotency._engine.advisory_locks import HOLDER
 from idempotency._engine.dialects import POSTGRESQL
 from idempotency._engine.statements import Statements
-from idempotency._engine.updates import ANYWHERE, AT_PLACE, TABLE
+from idempotency._engine.updates import AT_CTID, RETURNING_CTID, TABLE
 from idempotency.admin import traffic
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
@@ -173,7 +173,7 @@ def texts_of_statements() -> dict[str, str]:
     fenced = {
         f"{name}{end}": texts[name] + end
         for name in ("advance", "renew", "finish")
-        for end in (AT_PLACE, ANYWHERE)
+        for end in (AT_CTID, RETURNING_CTID)
     }
     return texts | fenced | {"HOLDER": HOLDER}
 
@@ -270,7 +270,7 @@ def decide() -> None:
             {"calls": interventions.calls_of(key.pk)} if decision is answer else {}
         )
         assert decision(key.pk, key.claim_token, by="jane", **known)
-        settlement.give_up(key.pk, "code", "reason", using="default")
+        decisions.give_up(key.pk, "code", "reason", using="default")
 
 
 def reap() -> None:

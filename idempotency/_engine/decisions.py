@@ -1,4 +1,4 @@
-"""Changes of a key from outside its run: it becomes stuck, or an operator decides about it.
+"""Decisions about a key from outside its run: it becomes stuck, or an operator changes it.
 
 Each change is one conditional UPDATE in autocommit. A decision names the claim token, and
 optionally the recovery point, that the operator saw. If a run has claimed or moved the key since,
@@ -74,12 +74,12 @@ def _give_up(pk: int, code: str, reason: str, using: str) -> bool:
     return execute(statements_for(using).give_up, parameters, using) > 0
 
 
-def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) -> bool:
-    """End the claim of a run that hangs at ``place``, so that the completer does not take the key
-    before ``delay_seconds``. After the last of ``MOST_HANGS`` hangs, mark the key as stuck; return
-    whether this call did it. Nothing changes if the run has renewed its lock, or another run has
-    claimed the key."""
-    text, error = statements_for(using), storable(f"The run hung at {place}.")
+def mark_hung(key: ClaimedKey, location: str, *, delay_seconds: float, using: str) -> bool:
+    """End the claim of a run that hangs at ``location``, so that the completer does not take the
+    key before ``delay_seconds``. After the last of ``MOST_HANGS`` hangs, mark the key as stuck;
+    return whether this call did it. Nothing changes if the run has renewed its lock, or another run
+    has claimed the key."""
+    text, error = statements_for(using), storable(f"The run hung at {location}.")
     statement = one_line(f"""
         UPDATE {TABLE} AS k
         SET claim_token = %(new_token)s, locked_until = NULL, hangs = k.hangs + 1,
@@ -91,14 +91,14 @@ def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) 
         AND {text.unlocked} RETURNING hangs
     """)
     parameters: Parameters = Hidden({"id": key.pk, "delay": delay_seconds, "error": error})
-    parameters.value |= {"event": HistoryEvent.HUNG, "detail": summary(place)}
+    parameters.value |= {"event": HistoryEvent.HUNG, "detail": summary(location)}
     parameters.value["token"] = token_parameter(key.fence, using)
     parameters.value["new_token"] = token_parameter(uuid.uuid4(), using)
     row = fetch(statement, parameters, using)
     if row is None or row[0] < MOST_HANGS:
         return False
     return _give_up(
-        key.pk, StuckCode.HUNG, f"{row[0]} runs hung. The last one hung at {place}.", using
+        key.pk, StuckCode.HUNG, f"{row[0]} runs hung. The last one hung at {location}.", using
     )
 
 
