@@ -374,9 +374,12 @@ def test_a_connection_cut_around_commit_leaves_one_effect(
         sender.send(key="whole")
         for number, cut in enumerate(_cuts(whole.length, step)):
             proxy.cut = cut
-            answers = [sender.send(key=f"key-{number}") for _ in range(4)]
+            answers = [sender.send(key=f"key-{number}") for _ in range(3)]
             assert proxy.cut is None
-            assert answers[-1]["Idempotent-Replayed"] == "true"
+            # Until the server notices the lost connection, its transaction holds the key.
+            while "Idempotent-Replayed" not in answers[-1]:
+                assert len(answers) < 1000
+                answers.append(sender.send(key=f"key-{number}"))
             assert {answer.content for answer in answers if answer.status_code == 201} == {
                 answers[-1].content
             }

@@ -12,6 +12,7 @@ from typing import Any
 from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.core.serializers.json import DjangoJSONEncoder
+from django.db.models import F
 from django.http import HttpResponse
 
 from idempotency import interventions
@@ -196,7 +197,7 @@ def _filtered(keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> Idempote
         keys = keys.filter(user_id=_user(options["user"]))
     if options["min_age"]:
         keys = keys.filter(created_at__lt=before_now(options["min_age"]))
-    return keys.with_state().order_by("stuck_at", "created_at", "pk")
+    return keys.with_state().order_by(F("stuck_at").asc(nulls_last=True), "created_at", "pk")
 
 
 def _user(name: str) -> Any:
