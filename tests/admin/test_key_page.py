@@ -280,7 +280,12 @@ def test_any_history_can_be_shown(staff: Client, events: list[dict[str, str]]) -
 
 @pytest.mark.parametrize(
     "state",
-    [{"finished": True}, {}, {"claim_token": uuid4(), "locked_until": FAR}],
+    [
+        {"finished": True},
+        {},
+        # SQLite takes no time with a zone in such a project.
+        {"claim_token": uuid4(), "locked_until": datetime(9999, 1, 1)},
+    ],
 )
 def test_the_page_works_in_a_project_without_time_zones(
     staff: Client, settings: Any, state: dict[str, Any]

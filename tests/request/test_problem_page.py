@@ -24,7 +24,8 @@ from tests.kit.views import Counted, plain
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 EVERY = [
     problems.key_missing(), problems.key_invalid("It is <b>bad</b>."),
-    problems.Problem("body_incomplete"), problems.Problem("scope_missing"), problem_of(KeyReused()), problem_of(InProgress()),
+    problems.Problem("body_incomplete"), problems.Problem("scope_missing"),
+    problem_of(KeyReused()), problem_of(InProgress()),
     problem_of(InterventionRequired()), problem_of(Unavailable(code="conflict")),
     problem_of(Unavailable(code="unknown_recovery_point")), problem_of(Unavailable()),
     problem_of(NotReplicated()), problem_of(Unavailable(code="time_limit_exceeded")),
