@@ -68,26 +68,18 @@ def _blocks_of_django(request: HttpRequest, options: Options) -> list[Atomic]:
     view = request.resolver_match.func if request.resolver_match else None
     aliases = atomic_aliases(view)
     # A view that only calls the protected one may have written in its transaction.
-    if (
-        view is None
-        or not aliases
-        or outer_run(request)
-        or options_of(view, request.method or "") is not options
-    ):
+    if view is None or not aliases or outer_run(request):
         return []
-    open_blocks = [
-        [
-            block
-            for block in connections[name].atomic_blocks
-            if not getattr(block, "_from_testcase", False)
-        ]
-        for name in aliases
-    ]
-    return (
-        [block for (block,) in open_blocks]
-        if all(len(blocks) == 1 for blocks in open_blocks)
-        else []
-    )
+    if options_of(view, request.method or "") is not options:
+        return []
+    found: list[Atomic] = []
+    for name in aliases:
+        blocks = connections[name].atomic_blocks
+        blocks = [block for block in blocks if not getattr(block, "_from_testcase", False)]
+        if len(blocks) != 1:
+            return []
+        found += blocks
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -48,7 +48,7 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
         return _unprotected(call)
     try:
         if outer is None and (rebuilt := rebuilt_run_of(request)) is not None:
-            return _rebuilt(call, options, rebuilt)
+            return _run_rebuilt(call, options, rebuilt)
         bodies.note_stream(request)
         if call.seen_request is not request:
             bodies.read_into_memory(request)
@@ -58,7 +58,7 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
             return call()  # type: ignore[no-any-return]
         key = key_header.key_of(request, call.seen_request, options.key_from)
         if key is not None:
-            return _announced(call, options, key)
+            return _run_with_signal(call, options, key)
         if options.required:
             raise problems.key_missing()
         if (refusal := _refusal(call, options)) is not None:
@@ -94,7 +94,7 @@ def _unprotected(call: Call) -> HttpResponseBase:
         return call()  # type: ignore[no-any-return]
 
 
-def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseBase:
+def _run_rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseBase:
     # A decorator may call the view twice.
     key = rebuilt.run.key if rebuilt.run is not None else rebuilt.key
     rebuilt.run = PhasedRun(key, ViewWork(call, options, by_completer=True))
@@ -106,26 +106,24 @@ def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseB
         raise problem_of(refusal) from None
 
 
-def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
+def _run(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     """Run a protected request. Raises Problem for what refuses the run, and for the loss of the
     database or of its standby."""
-    request, using = call.request, options.alias(call.request)
+    using, framework = options.alias(call.request), call.seen_request is not call.request
     try:
         if not (scope := scopes.scope_of(call.seen_request, options.scope)):
             raise Problem("scope_missing")
         if (refusal := _refusal(call, options)) is not None:
             return refusal
-        framework = call.seen_request is not request
         captured = stored_request.capture(
-            request, scope, key, options, view=call.name, framework=framework
+            call.request, scope, key, options, view=call.name, framework=framework
         )
         run = run_plain if options.recovery_points is None else run_phased
         return run(ViewWork(call, options), captured, using=using)  # type: ignore[no-any-return]
     except REFUSALS as refused:
         if isinstance(refused, NotReplicated):
-            logger.warning(
-                "a response from the database %r is not confirmed: %s", using, str(refused)
-            )
+            text = "a response from the database %r is not confirmed: %s"
+            logger.warning(text, using, str(refused))
         raise problem_of(refused) from None
     except Error as error:
         if not connection_lost(error, using):
@@ -133,24 +131,20 @@ def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
         raise _problem_of_loss(error, using, call, options) from error
 
 
-def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
+def _run_with_signal(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     """Run a protected request, and send ``request_answered`` with the outcome of the request and
     its time."""
     start, outcome = time.monotonic(), RequestOutcome.FAILED
     try:
-        response = _protected(call, options, key)
+        response = _run(call, options, key)
         if response.status_code < 500:
-            outcome = (
-                RequestOutcome.REPLAYED
-                if conf.get().REPLAYED_HEADER in response
-                else RequestOutcome.RAN
-            )
+            is_replay = conf.get().REPLAYED_HEADER in response
+            outcome = RequestOutcome.REPLAYED if is_replay else RequestOutcome.RAN
         return response
     except Problem as problem:
         if problem.status < 500:
-            outcome = (
-                RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
-            )
+            is_early = problem.code in _NOT_CLAIMED
+            outcome = RequestOutcome.REFUSED if is_early else RequestOutcome.CONFLICT
         raise
     except Exception as error:
         # of other libraries too, in which it may be a text
@@ -162,11 +156,8 @@ def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
         seconds = time.monotonic() - start
         claimed = call.request.idempotency_key  # type: ignore[attr-defined]
         # Only the work of a run can still be rolled back, with an outer transaction.
-        emit = (
-            events.emit
-            if claimed is None or outcome is not RequestOutcome.RAN
-            else events.emit_committed
-        )
+        has_run = claimed is not None and outcome is RequestOutcome.RAN
+        emit = events.emit_committed if has_run else events.emit
         emit(signals.request_answered, claimed, call.request, outcome=outcome, seconds=seconds)
 
 

@@ -82,11 +82,8 @@ def _in_environment(key: ClaimedKey, work: Callable[[Environment], Result]) -> R
                 # The context manager of PREPARE_REQUEST might suppress it.
                 raised = error
     except FAILURES:
-        logger.exception(
-            "the context manager of PREPARE_REQUEST failed after key %s",
-            key.key_hash,
-            extra=events.about(key),
-        )
+        text = "the context manager of PREPARE_REQUEST failed after key %s"
+        logger.exception(text, key.key_hash, extra=events.about(key))
     if raised is not None:
         raise raised
     return results[0]
@@ -94,22 +91,19 @@ def _in_environment(key: ClaimedKey, work: Callable[[Environment], Result]) -> R
 
 def _enter(stack: ExitStack, environment: Environment, key: ClaimedKey) -> None:
     environment.request = request = rebuild(key)
-    for context in (
-        _urls_of(request),
-        translation.override(_language_of(request)),
-        timezone.override(None),
-    ):
-        stack.enter_context(context)
+    stack.enter_context(_urls_of(request))
+    stack.enter_context(translation.override(_language_of(request)))
+    stack.enter_context(timezone.override(None))
     if (prepare := conf.get().PREPARE_REQUEST) is None:
         return
-    before = [getattr(request, name, None) for name in _SENDER]
-    _open(stack, awaited(conf.named(prepare)(request, key)))
+    before = {name: getattr(request, name, None) for name in _SENDER}
+    _enter_returned(stack, awaited(conf.named(prepare)(request, key)))
     environment.sender_set = any(
-        getattr(request, name, None) is not was for name, was in zip(_SENDER, before, strict=True)
+        getattr(request, name, None) is not value for name, value in before.items()
     )
 
 
-def _open(stack: ExitStack, returned: Any) -> None:
+def _enter_returned(stack: ExitStack, returned: Any) -> None:
     """Enter the context manager that PREPARE_REQUEST returned, if it is one."""
     if hasattr(type(returned), "__enter__"):
         stack.enter_context(returned)
@@ -125,19 +119,13 @@ def _language_of(request: HttpRequest) -> str:
     """Return the language that LocaleMiddleware chose for the client, or LANGUAGE_CODE without
     it."""
     middlewares = [import_string(path) for path in settings.MIDDLEWARE]
-    if not any(
-        isinstance(middleware, type) and issubclass(middleware, LocaleMiddleware)
-        for middleware in middlewares
-    ):
+    classes = [each for each in middlewares if isinstance(each, type)]
+    if not any(issubclass(each, LocaleMiddleware) for each in classes):
         return settings.LANGUAGE_CODE
-    in_path, default_in_path = is_language_prefix_patterns_used(
-        getattr(request, "urlconf", settings.ROOT_URLCONF)
-    )
-    if (
-        in_path
-        and not default_in_path
-        and not translation.get_language_from_path(request.path_info)
-    ):
+    urlconf = getattr(request, "urlconf", settings.ROOT_URLCONF)
+    in_path, default_in_path = is_language_prefix_patterns_used(urlconf)
+    has_language = default_in_path or translation.get_language_from_path(request.path_info)
+    if in_path and not has_language:
         return settings.LANGUAGE_CODE
     return translation.get_language_from_request(request, check_path=in_path)
 

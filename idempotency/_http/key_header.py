@@ -64,12 +64,12 @@ def _in_headers(request: HttpRequest) -> set[str]:
 
 def header(request: HttpRequest, name: str) -> str | None:
     """Return a header of the request. Reading ``request.headers`` would parse all of them."""
-    value: str | None = request.META.get(_in_meta(name))
+    value: str | None = request.META.get(in_meta(name))
     return value
 
 
 @cache
-def _in_meta(name: str) -> str:
+def in_meta(name: str) -> str:
     return f"HTTP_{name.upper().replace('-', '_')}"
 
 
@@ -79,11 +79,9 @@ def _parse(value: str, *, strict: bool) -> str:
         return re.sub(r'\\(["\\])', r"\1", quoted["text"])
     if not strict and _BARE.fullmatch(value):
         return value
-    form = 'a quoted string, like "8e03978e-40d5-43e8-bc93-6894a57f9324"' + (
-        ""
-        if strict
-        else ", or the same without quotes, in visible ASCII characters without a comma"
-    )
+    form = 'a quoted string, like "8e03978e-40d5-43e8-bc93-6894a57f9324"'
+    if not strict:
+        form += ", or the same without quotes, in visible ASCII characters without a comma"
     raise problems.key_invalid(f"The header must carry one key: {form}.")
 
 
@@ -102,9 +100,7 @@ def _elsewhere(request: HttpRequest, seen_request: Any, key_from: KeyFrom) -> se
         return _checked([value], "The key") if value is not None else set()
     place, _, name = key_from.partition(":")
     if place == "form":
-        return _checked(
-            [value for value in request.POST.getlist(name) if value], f"The key in {name}"
-        )
+        return _checked(list(filter(None, request.POST.getlist(name))), f"The key in {name}")
     try:
         body = json.loads(request.body)
     except (ValueError, RecursionError):

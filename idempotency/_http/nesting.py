@@ -85,11 +85,8 @@ def join(outer: ViewRun, call: Call, options: Options) -> bool:
     """
     key = _key_of(outer, call, options)
     if key is None or key.value != outer.key.idempotency_key:
-        if (
-            key is not None
-            and outer.is_in_transaction
-            and options.alias(call.request) == outer.run.using
-        ):
+        is_inside = key is not None and outer.is_in_transaction
+        if is_inside and options.alias(call.request) == outer.run.using:
             raise _refused(outer, call, "another idempotency key, inside its transaction")
         return False
     if (difference := _difference(outer, call, options)) is not None:
@@ -131,20 +128,18 @@ def _difference(outer: ViewRun, call: Call, options: Options) -> str | None:
     for name in _OF_KEY:
         if getattr(options, name) != getattr(outer.options, name):
             return f"with another {name}="
-    level, level_of_outer = options.level(), outer.run.level
-    using = outer.run.using
-    if level != level_of_outer and effective_isolation(level, using) != effective_isolation(
-        level_of_outer, using
-    ):
+    levels = {options.level(), outer.run.level}
+    if len(levels) > 1 and len({effective_isolation(each, outer.run.using) for each in levels}) > 1:
         return "with another isolation level"
     return None
 
 
 def _has_scope(outer: ViewRun, call: Call, options: Options) -> bool:
+    by_completer = outer.run.work.by_completer
     if options.scope == outer.options.scope and (
-        call.request is outer.call.request or outer.run.work.by_completer
+        call.request is outer.call.request or by_completer
     ):
         return True
     found = scopes.scope_of(call.seen_request, options.scope)
     # Data from which a scope is read may be missing in the rebuilt request.
-    return found == outer.key.scope or (outer.run.work.by_completer and not found)
+    return found == outer.key.scope or (by_completer and not found)

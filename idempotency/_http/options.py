@@ -84,10 +84,8 @@ class Options:
     def _refuse_points(self) -> None:
         if (points := self.recovery_points) is None:
             return
-        if (
-            not all(0 < len(point) <= 50 for point in points)
-            or len({STARTED, FINISHED, *points}) != len(points) + 2
-        ):
+        differ = len({STARTED, FINISHED, *points}) == len(points) + 2
+        if not differ or not all(0 < len(point) <= 50 for point in points):
             raise ValueError(
                 "The option recovery_points must have different names of 1 to 50 characters,"
                 f" without {STARTED!r} and {FINISHED!r}."
@@ -118,9 +116,8 @@ class Options:
     def every_point(self) -> tuple[str, ...]:
         """Return all recovery points in order, with the first and the last; empty for a plain
         view."""
-        return (
-            (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
-        )
+        points = self.recovery_points
+        return (STARTED, *points, FINISHED) if points is not None else ()
 
     def alias(self, request: HttpRequest) -> str:
         if callable(self.using):

@@ -40,28 +40,22 @@ def handlers(callback: View, *methods: str) -> Iterator[View]:
     yield callback
     actions = getattr(callback, "actions", None) or {}
     for method in methods:
-        if handler := getattr(
-            class_of(callback), actions.get(method.lower(), method.lower()), None
-        ):
+        name = actions.get(method.lower(), method.lower())
+        if handler := getattr(class_of(callback), name, None):
             yield handler
 
 
 def foreign_dispatches(callback: View) -> list[str]:
     """Return the dotted paths of the methods ``dispatch()`` outside ``@idempotent`` that are not of
     a framework."""
-    dispatches = [
-        vars(base)["dispatch"]
-        for base in getattr(class_of(callback), "__mro__", ())
-        if "dispatch" in vars(base)
-    ]
-    if hasattr(callback, "idempotency") and not any(
-        hasattr(method, "idempotency") for method in dispatches
-    ):
+    attributes = map(vars, getattr(class_of(callback), "__mro__", ()))
+    dispatches = [every["dispatch"] for every in attributes if "dispatch" in every]
+    if hasattr(callback, "idempotency") and not any(map(_is_protected, dispatches)):
         return []  # They run inside.
     found = []
     for method in dispatches:
         path = _path(unwrap(method))
-        if hasattr(method, "idempotency") or path in _LAST:
+        if _is_protected(method) or path in _LAST:
             break
         if path.partition(".")[0] not in _FRAMEWORKS:
             found.append(path)
@@ -70,13 +64,14 @@ def foreign_dispatches(callback: View) -> list[str]:
 
 def _is_innermost(layer: View) -> bool:
     """Return whether this layer is ``@idempotent`` itself, or a ``method_decorator`` with it."""
-    return hasattr(layer, "idempotency") and not hasattr(
-        getattr(layer, "__wrapped__", None), "idempotency"
-    )
+    return _is_protected(layer) and not _is_protected(getattr(layer, "__wrapped__", None))
+
+
+def _is_protected(view: Any) -> bool:
+    return hasattr(view, "idempotency")
 
 
 def _path(function: Any) -> str:
     """Return the dotted path of a function, or of the type of another object."""
-    if isfunction(function):
-        return f"{function.__module__}.{function.__qualname__}"
-    return f"{type(function).__module__}.{type(function).__qualname__}"
+    named = function if isfunction(function) else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

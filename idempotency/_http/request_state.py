@@ -2,10 +2,11 @@
 serialization failure."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from functools import cached_property as cached_property_of_python
 from io import BytesIO
+from itertools import chain
 from typing import Any
 
 from django.core.exceptions import ObjectDoesNotExist
@@ -43,7 +44,7 @@ class RequestState:
         self._by_reference: list[str] = []
         #: The parsers of a framework use these in each attempt, and they may count.
         self._handlers = [copy(handler) for handler in self._attributes.get("_upload_handlers", ())]
-        self._seen = None if call.seen_request is call.request else call.seen_request
+        seen = None if call.seen_request is call.request else call.seen_request
         holders: list[tuple[Any, Sequence[str]]] = [
             (self._attributes.get("session"), ("_session_cache",)),
             (self._attributes.get("_messages"), ("_queued_messages",)),
@@ -51,32 +52,33 @@ class RequestState:
             # The attributes of a class-based view, and below those of a framework's request.
             (call.owner, ()),
         ]
-        if self._seen is not None:
+        if seen is not None:
             parsed = ("_data", "_full_data")
             holders.append(
-                (
-                    self._seen,
-                    tuple(
-                        name for name in parsed if type(vars(self._seen).get(name)) in (dict, list)
-                    ),
-                )
+                (seen, [name for name in parsed if type(vars(seen).get(name)) in (dict, list)])
             )
         #: Each container with its contents, and those of its values that may change and are
         #: therefore copied.
         self._saved: list[tuple[Any, Any, dict[str, Any]]] = [
             (vars(call.request), self._attributes, {})
         ]
+        attributes = [vars(each).values() for each in (call.owner, seen) if each is not None]
+        values = chain(self._attributes.values(), call.args, call.kwargs.values(), *attributes)
+        rows = self._save_values(values, holders)
+        self._rows = tuple(rows)
+        for row in _with_their_rows(rows):
+            mutable = [name for name, value in vars(row).items() if isinstance(value, _MUTABLE)]
+            holders += [(row, mutable), (row._state, ("fields_cache",))]
+        for holder, names in holders:
+            self._save_attributes(holder, names)
+
+    def _save_values(
+        self, values: Iterable[Any], holders: list[tuple[Any, Sequence[str]]]
+    ) -> list[models.Model]:
+        """Save the containers among these values. Add the holders among them, and return the
+        rows."""
         rows: list[models.Model] = []
-        owned, seen = (
-            {} if holder is None else vars(holder) for holder in (call.owner, self._seen)
-        )
-        for value in (
-            *self._attributes.values(),
-            *call.args,
-            *call.kwargs.values(),
-            *owned.values(),
-            *seen.values(),
-        ):
+        for value in values:
             # Check the exact type, because isinstance() would load a lazy object. Models have a
             # metaclass.
             kind = type(value)
@@ -89,12 +91,7 @@ class RequestState:
                 value = _loaded(value)
             if type(type(value)) is not type and issubclass(type(value), models.Model):
                 rows.append(value)
-        self._rows = tuple(rows)
-        for row in _with_their_rows(rows):
-            mutable = [name for name, value in vars(row).items() if isinstance(value, _MUTABLE)]
-            holders += [(row, mutable), (row._state, ("fields_cache",))]
-        for holder, names in holders:
-            self._save_attributes(holder, names)
+        return rows
 
     def _save_attributes(self, holder: Any, names: Sequence[str]) -> None:
         """Save the attributes of an object, and copies of those with these names."""
@@ -124,14 +121,9 @@ class RequestState:
         if self.committed:
             return
         for container, contents, copied in self._saved:
-            _refill(
-                container,
-                (
-                    contents | {name: _copy(value) for name, value in copied.items()}
-                    if copied
-                    else contents
-                ),
-            )
+            if copied:
+                contents = contents | {name: _copy(value) for name, value in copied.items()}
+            _refill(container, contents)
 
     def restore(self) -> bool:
         """Restore the state, rewind body and files, and reload the user. Return False if that is
@@ -154,9 +146,8 @@ class RequestState:
             vars(self.request)["_stream"] = BytesIO(attributes.value["_body"])
         elif isinstance(stream := attributes.value.get("_stream"), RereadableStream):
             stream.rewind()
-        for _, uploads in (
-            attributes.value["_files"].lists() if "_files" in attributes.value else ()
-        ):
+        files = Hidden(attributes.value.get("_files") or MultiValueDict())
+        for _, uploads in files.value.lists():
             for upload in uploads:
                 if upload.closed:
                     return False
@@ -209,11 +200,8 @@ def _is_as_stored(row: models.Model) -> bool:
     """Return whether the row equals the database; True for a row that came from no database."""
     if row._state.db is None:
         return True
-    fields = {
-        field.attname: vars(row)[field.attname]
-        for field in row._meta.concrete_fields
-        if field.attname in vars(row)
-    }
+    names = [field.attname for field in row._meta.concrete_fields]
+    fields = {name: vars(row)[name] for name in names if name in vars(row)}
     stored = type(row)._base_manager.using(row._state.db).filter(pk=row.pk).values(*fields)
     return fields in stored
 
@@ -235,11 +223,9 @@ def _refill(container: Any, contents: Any) -> None:
     else:
         if list(container) != list(contents):
             dict.clear(container)
-        multi_valued = type(container) in _MULTI_VALUED
-        dict.update(
-            container,
-            {name: values[:] for name, values in contents.items()} if multi_valued else contents,
-        )
+        if type(container) in _MULTI_VALUED:
+            contents = {name: values[:] for name, values in contents.items()}
+        dict.update(container, contents)
 
 
 def _copy(value: Any) -> Any:

@@ -19,23 +19,10 @@ from idempotency._engine.adapter import Abandoned, RerunResult
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.replays import CannotRun, cause_of
-from idempotency._http import responses
+from idempotency._http import responses, routes, stored_request
 from idempotency._http.environment import Environment, in_environment
 from idempotency._http.options import OnAbandon, Options
 from idempotency._http.rebuilt import RebuiltRun
-from idempotency._http.routes import (
-    has_on_abandon,
-    match_of,
-    on_abandon_of,
-    options_for,
-    options_of,
-)
-from idempotency._http.stored_request import (
-    can_rebuild,
-    refuse_partial,
-    sender_is_no_user,
-    sender_of,
-)
 from idempotency._http.view import rendered
 from idempotency._text import error_text
 from idempotency.exceptions import KeyStuck, StuckCode
@@ -60,9 +47,8 @@ class HttpAdapter:
             text = gettext("The body is longer than %(limit)s bytes (MAX_STORED_BODY_BYTES).")
             raise ValueError(text % {"limit": limit})
         if code in (204, 205) and value.content:
-            raise ValueError(
-                gettext("A response with status %(code)s has no body.") % {"code": code}
-            )
+            text = gettext("A response with status %(code)s has no body.")
+            raise ValueError(text % {"code": code})
         return responses.stored_parts(value)
 
 
@@ -72,11 +58,11 @@ class StoredView:
     def __init__(self, key: ClaimedKey, environment: Environment) -> None:
         self._key, self._environment = key, environment
         self._on_abandon: OnAbandon | None = None
-        self.is_whole = can_rebuild(key)
+        self.is_whole = stored_request.can_rebuild(key)
         self.hides_errors = key.request_body is None
 
     def declares(self, recovery_point: str) -> bool:
-        options = options_for(self._key) if self._environment.failure is None else None
+        options = routes.options_for(self._key) if self._environment.failure is None else None
         return options is not None and recovery_point in options.every_point()
 
     def run(self) -> RerunResult:
@@ -85,33 +71,23 @@ class StoredView:
             response = _call(rebuilt, self._environment)
         except KeyStuck as stuck:  # CannotRun, or raised by PREPARE_REQUEST.
             code, reason = cause_of(stuck)
-            return RerunResult(
-                f"The completer cannot run this request: {reason}",
-                rebuilt.run,
-                error=stuck,
-                stuck=(code, reason),
-            )
+            text = f"The completer cannot run this request: {reason}"
+            return RerunResult(text, rebuilt.run, error=stuck, stuck=(code, reason))
         except FAILURES as error:
-            return RerunResult(
-                error_text(error), rebuilt.run, isinstance(error, responses.HTTP_EXCEPTIONS), error
-            )
+            is_refused = isinstance(error, responses.HTTP_EXCEPTIONS)
+            return RerunResult(error_text(error), rebuilt.run, is_refused, error)
         # A request without its body was not run.
         told = responses.described(response, withheld=False)
-        is_refused = responses.is_refusal(response) or responses.is_login_redirect(
-            response, self._environment.required()
-        )
-        return RerunResult(
-            f"A decorator or the framework, outside of @idempotent, responded with {told}",
-            rebuilt.run,
-            is_refused,
-        )
+        text = f"A decorator or the framework, outside of @idempotent, responded with {told}"
+        is_redirect = responses.is_login_redirect(response, rebuilt.request)
+        return RerunResult(text, rebuilt.run, is_redirect or responses.is_refusal(response))
 
     def has_on_abandon(self) -> bool | None:
-        return has_on_abandon(self._key) if self._environment.failure is None else None
+        return routes.has_on_abandon(self._key) if self._environment.failure is None else None
 
     def require_on_abandon(self) -> bool:
         self._environment.required()
-        self._on_abandon = on_abandon_of(self._key)
+        self._on_abandon = routes.on_abandon_of(self._key)
         return self._on_abandon is not None
 
     def abandon(self, key: ClaimedKey) -> Abandoned:
@@ -135,27 +111,26 @@ def _call(rebuilt: RebuiltRun, environment: Environment) -> HttpResponseBase:
     Raises the failure of the environment.
     """
     key = rebuilt.key
-    refuse_partial(key)
+    stored_request.refuse_partial(key)
     request = environment.required()
     if key.user_id is not None:
         # Also if PREPARE_REQUEST has set another one: a user who is gone must not run anything.
-        user = sender_of(key)
+        user = stored_request.sender_of(key)
         if not environment.sender_set:
             request.user = user
     try:
-        match = match_of(key)
+        match = routes.match_of(key)
     except Resolver404:
-        raise CannotRun(
-            StuckCode.VIEW_MISSING, f"The URLconf has no view for {request.path_info} any more."
-        ) from None
-    options = options_of(match.func, key.request_method)
+        reason = f"The URLconf has no view for {request.path_info} any more."
+        raise CannotRun(StuckCode.VIEW_MISSING, reason) from None
+    options = routes.options_of(match.func, key.request_method)
     if options is None:
         # An undecorated view would run without the key.
         reason = f"The view for {request.path_info} is not protected with @idempotent any more."
         raise CannotRun(StuckCode.VIEW_MISSING, reason)
     request.resolver_match = match
     with rebuilt.current():
-        _name_sender(request, key, options, environment)
+        _set_sender(request, key, options, environment)
         try:
             response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
         except PermissionDenied:
@@ -168,16 +143,13 @@ def _call(rebuilt: RebuiltRun, environment: Environment) -> HttpResponseBase:
         return response
 
 
-def _name_sender(
+def _set_sender(
     request: HttpRequest, key: ClaimedKey, options: Options, environment: Environment
 ) -> None:
     """Let Django REST framework use the sender. Raises CannotRun if the sender is not a Django user
     and is not set."""
-    if (
-        key.user_id is None
-        and not environment.sender_set
-        and not _is_anybodys(request, key, options)
-    ):
+    is_set = key.user_id is not None or environment.sender_set
+    if not is_set and not _needs_no_sender(request, key, options):
         raise CannotRun(
             StuckCode.USER_MISSING,
             "The sender of the request is not a Django user, and IDEMPOTENCY['PREPARE_REQUEST'] did"
@@ -190,14 +162,13 @@ def _name_sender(
         vars(request).setdefault("_force_auth_token", request.auth)
 
 
-def _is_anybodys(request: HttpRequest, key: ClaimedKey, options: Options) -> bool:
+def _needs_no_sender(request: HttpRequest, key: ClaimedKey, options: Options) -> bool:
     """Return whether no sender is needed: the scope is a session, or is the same without a
     sender."""
-    if sender_is_no_user(key):
+    if stored_request.sender_is_no_user(key):
         return False
-    if options.scope in (None, scopes.session, scopes.user_or_session) and key.scope.startswith(
-        "session:"
-    ):
+    by_session = options.scope in (None, scopes.session, scopes.user_or_session)
+    if by_session and key.scope.startswith("session:"):
         return True
     try:
         return scopes.scope_of(request, options.scope) == key.scope

@@ -31,17 +31,11 @@ HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, M
 
 #: Headers that are not stored, because each response has its own, or they belong to one connection
 #: or client.
-_FRESH_HEADERS = frozenset(
-    {"connection", "content-length", "date", "proxy-authenticate", "server", "set-cookie"}
-    | {
-        "transfer-encoding",
-        "www-authenticate",
-        "x-request-id",
-        "x-correlation-id",
-        "request-id",
-        "traceparent",
-    }
-)
+_FRESH_HEADERS = frozenset((
+    "connection", "content-length", "date", "proxy-authenticate", "server", "set-cookie",
+    "transfer-encoding", "www-authenticate", "x-request-id", "x-correlation-id", "request-id",
+    "traceparent",
+))  # fmt: skip
 _FRESH_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit")
 
 #: The statuses that ask to be retried if the response has Retry-After.
@@ -143,23 +137,15 @@ def _first_text(body: Any) -> str:
         return body.strip() if isinstance(body, str) else ""
     error = body.get("error")
     nested = error if isinstance(error, dict) else {}
-    told = (
-        body.get("detail"),
-        nested.get("message"),
-        body.get("message"),
-        error,
-        body.get("title"),
-    )
+    messages = nested.get("message"), body.get("message")
+    told = (body.get("detail"), *messages, error, body.get("title"))
     return next((text.strip() for text in told if isinstance(text, str) and text.strip()), "")
 
 
 def stored_response(key: IdempotencyKey) -> HttpResponse:
     """Return the stored response of a finished key: the same status, bytes and headers."""
-    body = key.response_body
-    headers = key.response_headers or {}
-    response = HttpResponse(
-        b"" if body is None else bytes(body), status=key.response_code, headers=headers
-    )
+    body, headers = key.response_body, key.response_headers or {}
+    response = HttpResponse(bytes(body or b""), status=key.response_code, headers=headers)
     if not any(name.lower() == "content-type" for name in headers):
         del response["Content-Type"]  # Django's default
     if body is None:

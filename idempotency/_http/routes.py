@@ -39,15 +39,13 @@ def every_view(
     expression is simplified."""
     for found in resolver.url_patterns:
         pattern = str(found.pattern)
-        path = prefix + (
-            _simplified(pattern) if isinstance(found.pattern, RegexPattern) else pattern
-        )
+        is_regex = isinstance(found.pattern, RegexPattern)
+        path = prefix + (_simplified(pattern) if is_regex else pattern)
         if isinstance(found, URLPattern):
             yield path, f"{namespace}{found.name}" if found.name else "", found.callback
         else:
-            yield from every_view(
-                found, path, f"{namespace}{found.namespace}:" if found.namespace else namespace
-            )
+            inner = f"{namespace}{found.namespace}:" if found.namespace else namespace
+            yield from every_view(found, path, inner)
 
 
 def match_of(key: IdempotencyKey) -> ResolverMatch:
@@ -55,9 +53,8 @@ def match_of(key: IdempotencyKey) -> ResolverMatch:
     path, urlconf = unquote(key.request_path.partition("?")[0]), urlconf_of(key)
     try:
         # Under i18n_patterns a path resolves only in its language.
-        with translation.override(
-            translation.get_language_from_path(path) or settings.LANGUAGE_CODE
-        ):
+        language = translation.get_language_from_path(path) or settings.LANGUAGE_CODE
+        with translation.override(language):
             return resolve(path, urlconf)
     except ImportError as error:
         raise Resolver404({"path": path, "tried": [urlconf]}) from error
@@ -71,18 +68,13 @@ def options_of(view: View, method: str) -> Options | None:
     actions, name, owner = getattr(view, "actions", None) or {}, method.lower(), class_of(view)
     handler = getattr(owner, actions.get(name, name), None)
     inner = getclosurevars(handler).nonlocals.get("func") if isfunction(handler) else None
-    generic = (
-        getattr(owner, _GENERIC.get(name, ""), None)
-        if hasattr(view, "cls") and not actions
-        else None
-    )
+    is_generic = hasattr(view, "cls") and not actions
+    generic = getattr(owner, _GENERIC.get(name, ""), None) if is_generic else None
     # as_view() copies the attributes of the outermost dispatch(), which a subclass may have
     # overridden.
-    candidates = [
-        getattr(vars(base).get("dispatch"), "idempotency", None)
-        for base in getattr(owner, "__mro__", ())
-    ]
-    candidates += [getattr(called, "idempotency", None) for called in (handler, inner, generic)]
+    called = [vars(base).get("dispatch") for base in getattr(owner, "__mro__", ())]
+    called += [handler, inner, generic]
+    candidates = [getattr(method, "idempotency", None) for method in called]
     candidates += [find(view, method) for find in FINDERS]
     return next((candidate for candidate in candidates if candidate is not None), None)
 
@@ -98,12 +90,8 @@ def options_for(key: IdempotencyKey) -> Options | None:
             serialization_failed(error) or not accepts_writes(str(key._state.db))
         ):
             raise
-        logger.warning(
-            "the path of key %s does not resolve: %s",
-            key.key_hash,
-            error_text(error),
-            extra=about(key),
-        )
+        text = "the path of key %s does not resolve: %s"
+        logger.warning(text, key.key_hash, error_text(error), extra=about(key))
         return None
 
 

@@ -25,18 +25,11 @@ from idempotency import conf
 from idempotency._engine.claims import ClaimedRequest
 from idempotency._engine.replays import CannotRun
 from idempotency._hidden import Hidden
+from idempotency._http import fingerprint as fingerprints
 from idempotency._http.bodies import FORM, body_to_store, parse
 from idempotency._http.credentials import without_credentials
-from idempotency._http.fingerprint import (
-    chosen_urlconf,
-    fingerprint,
-    fingerprint_as,
-    host_of,
-    is_multipart,
-    target,
-)
 from idempotency._http.kept import give_back, kept_values
-from idempotency._http.key_header import header
+from idempotency._http.key_header import header, in_meta
 from idempotency._http.options import Options
 from idempotency._text import printable
 from idempotency.exceptions import StuckCode
@@ -80,17 +73,19 @@ def capture(
     large or invalid. If the values of ``keep=`` cannot be stored, ``unstorable`` has the error,
     which names the ``view``: a request that is only answered needs them no more. With
     ``framework``, the view has parsers of its own, as in Django REST framework."""
-    body, content_type, by_host = (
-        *body_to_store(request, framework=framework),
-        conf.get().FINGERPRINT_HOST,
-    )
+    body, content_type = body_to_store(request, framework=framework)
     snapshot, unstorable = _kept(request, options, view)
     user, phased = user_of(request), options.recovery_points is not None
     # An empty body contains no secret, and the completer can run it.
     is_stored = phased and body.value is not None and (options.store_body or not body.value)
-    path, is_cut = without_credentials(target(request))
+    path, is_cut = without_credentials(fingerprints.target(request))
     # The completer cannot run a request without its body and its whole query.
-    rest = {_CREDENTIALS: "true"} if is_cut else {_KEPT: snapshot.value if is_stored else ""}
+    if is_cut or not is_stored:
+        snapshot = Hidden("")
+    by_host = conf.get().FINGERPRINT_HOST
+    fingerprint = partial(fingerprints.fingerprint, request, body, by_host=by_host)
+    # Parts that are not stored must not be guessed from the fingerprint.
+    keyed = is_cut or not options.store_body
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key.value,
@@ -99,47 +94,37 @@ def capture(
         request_path=path,
         request_body=body.value if is_stored else None,
         request_content_type=printable(content_type) if phased else "",
-        request_headers=(
-            _client_headers(request) | _marks(request, user, content_type) | _given(rest)
-            if phased
-            else {}
-        ),
+        request_headers=_headers(request, user, content_type, snapshot, is_cut) if phased else {},
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
-        # Parts that are not stored must not be guessed from the fingerprint.
-        request_fingerprint=fingerprint(
-            request, body, keyed=is_cut or not options.store_body, by_host=by_host
-        ),
-        fingerprint_as=partial(fingerprint_as, request=request, body=body),
-        plain_fingerprint=partial(fingerprint, request, body, keyed=True, by_host=by_host),
+        request_fingerprint=fingerprint(keyed=keyed),
+        fingerprint_as=partial(fingerprints.fingerprint_as, request=request, body=body),
+        plain_fingerprint=partial(fingerprint, keyed=True),
         retention_hours=options.hours_kept(),
         lease_seconds=options.lease(),
         unstorable=unstorable,
     )
 
 
-def _client_headers(request: HttpRequest) -> dict[str, str]:
-    headers = {
-        name: value
-        for name in _KEPT_HEADERS
-        if (value := header(request, name)) and value.isprintable()
+def _headers(
+    request: HttpRequest, user: Any, content_type: str, kept: Hidden[str], is_cut: bool
+) -> dict[str, str]:
+    """Return the headers and the marks to store."""
+    found = {name: header(request, name) for name in _KEPT_HEADERS}
+    headers = {name: value for name, value in found.items() if value and value.isprintable()}
+    headers["Host"] = printable(fingerprints.host_of(request))
+    headers["scheme"] = request.scheme or "http"
+    is_form = fingerprints.is_multipart(request) and content_type == FORM
+    is_parsed = request.method != "POST" and getattr(request, "_post", None)
+    marks = {
+        _NO_USER: "true" if user is None and is_no_user(request) else "",
+        _MULTIPART: "true" if is_form else "",
+        _PARSED: "true" if is_parsed else "",
+        _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
+        _URLCONF: fingerprints.chosen_urlconf(request),
+        _CREDENTIALS: "true" if is_cut else "",
+        _KEPT: kept.value,
     }
-    return headers | {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
-
-
-def _marks(request: HttpRequest, user: Any, content_type: str) -> dict[str, str]:
-    return _given(
-        {
-            _NO_USER: "true" if user is None and is_no_user(request) else "",
-            _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",
-            _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
-            _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
-            _URLCONF: chosen_urlconf(request),
-        }
-    )
-
-
-def _given(marks: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in marks.items() if value}
+    return headers | {name: value for name, value in marks.items() if value}
 
 
 def _kept(
@@ -171,9 +156,8 @@ def urlconf_of(key: IdempotencyKey) -> str | None:
 
 def client_headers(key: IdempotencyKey) -> dict[str, str]:
     """Return the headers of the client that are stored, without marks."""
-    return {
-        name: key.request_headers[name] for name in _KEPT_HEADERS if name in key.request_headers
-    }
+    kept = key.request_headers
+    return {name: kept[name] for name in _KEPT_HEADERS if name in kept}
 
 
 def address_of(key: IdempotencyKey) -> tuple[str, str, str]:
@@ -222,10 +206,8 @@ def rebuild(key: IdempotencyKey) -> HttpRequest:
             parse(request)
     # The original request passed the CSRF check; otherwise there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
-    user: Any = (
-        AnonymousUser() if key.user_id is None else SimpleLazyObject(partial(sender_of, key))
-    )
-    request.user = user
+    user: Any = SimpleLazyObject(partial(sender_of, key))
+    request.user = user if key.user_id is not None else AnonymousUser()
     request.auser = sync_to_async(partial(_loaded_user, request))
     if urlconf := urlconf_of(key):
         request.urlconf = urlconf
@@ -247,12 +229,7 @@ def _environ(key: IdempotencyKey, body: bytes, content_type: str) -> dict[str, A
     path, _, query = key.request_path.partition("?")
     kept = key.request_headers
     host, scheme = kept.get("Host", ""), kept.get("scheme", "http")
-    environ = {
-        f"HTTP_{name.upper().replace('-', '_')}": kept[name]
-        for name in _KEPT_HEADERS
-        if name in kept
-    }
-    return environ | {
+    return {in_meta(name): value for name, value in client_headers(key).items()} | {
         "REQUEST_METHOD": key.request_method,
         "SCRIPT_NAME": kept.get(_SCRIPT_NAME, "").encode().decode("latin-1"),  # as WSGI has it
         "PATH_INFO": unquote(path, "latin-1"),
@@ -279,10 +256,8 @@ def _multipart(fields: bytes) -> tuple[bytes, str]:
         quoted = name.isprintable() and not {'"', "\\"} & set(name)
         named = f'name="{name}"' if quoted else f"name*=UTF-8''{quote(name, safe='')}"
         parts.append(f"--{boundary}\r\nContent-Disposition: form-data; {named}\r\n\r\n{value}\r\n")
-    return (
-        f"{''.join(parts)}--{boundary}--\r\n".encode(),
-        f"multipart/form-data; boundary={boundary}; charset=utf-8",
-    )
+    body = f"{''.join(parts)}--{boundary}--\r\n".encode()
+    return body, f"multipart/form-data; boundary={boundary}; charset=utf-8"
 
 
 def sender_of(key: IdempotencyKey) -> Any:
@@ -291,11 +266,8 @@ def sender_of(key: IdempotencyKey) -> Any:
     user_id: Any = key.user_id
     user = get_user_model()._default_manager.filter(pk=user_id).first()
     if user is None or not getattr(user, "is_active", True):
-        raise CannotRun(
-            StuckCode.USER_MISSING,
-            f"The sender of the request, the user {key.user_id}, is deleted or not active any"
-            " more.",
-        )
+        sender = f"The sender of the request, the user {key.user_id},"
+        raise CannotRun(StuckCode.USER_MISSING, f"{sender} is deleted or not active any more.")
     return user
 
 

@@ -51,19 +51,13 @@ class Call:
                     owner = None  # another object may serve other requests too
                 if hasattr(owner, "initialize_request"):
                     raise RuntimeError("dispatch() of a Django REST framework view" + OUTSIDE)
-                if (
-                    owner is not None
-                    and getattr(view, "__name__", "") == "dispatch"
-                    and access_is_checked_inside(type(owner))
-                ):
-                    raise RuntimeError(
-                        f"dispatch() of {type(owner).__name__}, which checks access in this method,"
-                        + OUTSIDE
-                    )
+                is_dispatch = owner is not None and getattr(view, "__name__", "") == "dispatch"
+                if is_dispatch and access_is_checked_inside(type(owner)):
+                    name = f"dispatch() of {type(owner).__name__}"
+                    raise RuntimeError(f"{name}, which checks access in this method,{OUTSIDE}")
                 return cls(view, args, kwargs, seen, seen, owner)
-            if hasattr(seen, "parser_context") and isinstance(
-                inner := getattr(seen, "_request", None), HttpRequest
-            ):
+            inner = getattr(seen, "_request", None)
+            if hasattr(seen, "parser_context") and isinstance(inner, HttpRequest):
                 return cls(view, args, kwargs, inner, seen, seen.parser_context["view"])
         raise TypeError(
             "The decorator @idempotent found no request in the arguments. The request must be the"
@@ -123,9 +117,8 @@ class Call:
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             attributes.pop(name, None)
-            return (
-                result() if any(argument is subject for argument in args) else hook(*args, **kwargs)
-            )
+            is_about_it = any(argument is subject for argument in args)
+            return result() if is_about_it else hook(*args, **kwargs)
 
         attributes[name] = replaced
 
@@ -172,9 +165,7 @@ def access_is_checked_inside(view_class: type) -> bool:
 
 def rendered(response: HttpResponseBase) -> HttpResponseBase:
     """Return the response, rendered if it is a template response or one of DRF."""
-    if callable(make := getattr(response, "render", None)) and not getattr(
-        response, "is_rendered", True
-    ):
-        made: HttpResponseBase = make()
-        return made
-    return response
+    if getattr(response, "is_rendered", True) or not callable(getattr(response, "render", None)):
+        return response
+    complete: HttpResponseBase = response.render()  # type: ignore[attr-defined]
+    return complete
