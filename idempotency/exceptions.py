@@ -174,6 +174,9 @@ class Rejected(IdempotencyError):
     def __str__(self) -> str:
         return self.message or self.code
 
+    def __repr__(self) -> str:
+        return f"Rejected({self.code!r})"  # Reports of errors show it, and data may be personal.
+
 
 class Unfinished(IdempotencyError):
     """The operation failed after something was begun. The completer continues it, so its effect may

@@ -28,7 +28,7 @@ from django.db import connections
 
 from idempotency._async import in_thread
 from idempotency._hidden import Hidden
-from idempotency._operations.call import refuse_key, run
+from idempotency._operations.call import MAX_SCOPE, refuse_key, run
 from idempotency._operations.definition import Definition, Retention, find, register
 from idempotency._operations.results import encoded
 from idempotency._operations.steps import ServiceCall, Step, Steps
@@ -99,6 +99,8 @@ class Operation(Generic[Given, Result]):
         user is stored and shown. Permissions are for the caller to check, before each call."""
         bound: Operation[Given, Result] = Operation(self._definition, self.function)
         bound._scope, bound._user_id = scope or f"user:{user.pk}", user.pk
+        if len(bound._scope) > MAX_SCOPE:
+            raise ValueError(f"A scope has at most {MAX_SCOPE} characters.")
         return bound
 
     def once(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -143,14 +145,12 @@ class Operation(Generic[Given, Result]):
         named = self._named(args, kwargs)
         name = self._definition.name
         encoded(named.value, f"The arguments of {name}")
-        job: dict[str, Any] = {
-            "operation": name,
-            "key": key,
-            "arguments": named.value,
-        }
+        job: Hidden[dict[str, Any]] = Hidden({"operation": name, "key": key})
+        del key
+        job.value["arguments"] = named.value
         if self._scope:
-            job |= {"scope": self._scope, "user_id": self._user_id}
-        return stage_job(STAGED_OPERATION, job)
+            job.value |= {"scope": self._scope, "user_id": self._user_id}
+        return stage_job(STAGED_OPERATION, job.value)
 
     if not TYPE_CHECKING:
 

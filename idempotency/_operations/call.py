@@ -19,6 +19,9 @@ from idempotency.exceptions import (
     Unfinished,
 )
 
+#: The rest of the column is for the name of the operation.
+MAX_SCOPE = 99
+
 _IN_TRANSACTION = (
     "The operation {0} commits its own transactions, so it cannot run in an open one. Call"
     " {0}.stage(key, ...) here, which calls it after the COMMIT, or leave the transaction first."

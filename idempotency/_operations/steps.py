@@ -26,16 +26,19 @@ class ServiceCall(Generic[Given, Made]):
     def name(self) -> str:
         return self.function.__name__
 
-    def made(self, key: ClaimedKey, arguments: dict[str, Any]) -> Any:
-        """Make the call, and return its value. Raises Rejected if the service refuses it."""
+    def made(self, key: ClaimedKey, given: Callable[[], dict[str, Any]]) -> Any:
+        """Make the call with the arguments that ``given`` returns, and return its value. Raises
+        Rejected if the service refuses it."""
         function: Callable[..., Any] = self.function
         if self.valid_hours is not None:
-            with key.call(self.name, int(self.valid_hours * 3600)) as call:
-                return awaited(function(call.key, **arguments))
+            # A key whose first call begins now has never been sent: it cannot be forgotten.
+            is_first = key.attempts == 1 or key.call_begun_at is None
+            with key.call(self.name, None if is_first else int(self.valid_hours * 3600)) as call:
+                return awaited(function(call.key, **given()))
         with key.call(self.name, at_most_once=True) as once:
             if once.due:
                 try:
-                    once.record({"value": awaited(function(once.key, **arguments))})
+                    once.record({"value": awaited(function(once.key, **given()))})
                 except Rejected as why:  # It took no effect, and a later attempt must not call.
                     once.record({"rejected": why.args})
         if "rejected" in once.result:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from django.db import Error
@@ -17,9 +18,10 @@ from idempotency._engine.claims import ClaimedRequest
 from idempotency._engine.errors import connection_lost
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.history import HistoryEvent
-from idempotency._engine.phase import atomic_phase
+from idempotency._engine.phase import AtomicPhase, atomic_phase
 from idempotency._engine.phased_run import FinalState, PhasedRun, current_key
 from idempotency._engine.replays import CannotRun
+from idempotency._hidden import Hidden
 from idempotency._operations.definition import Definition
 from idempotency._operations.results import stored
 from idempotency._operations.steps import Step
@@ -121,8 +123,8 @@ class OperationWork:
             ) from refusal
 
     def _in_one_transaction(self) -> Outcome:
-        result = self._result(self.definition.steps.last.function)
-        return self.outcome(stored(result, self.name))
+        result = Hidden(self._result(self.definition.steps.last.function))
+        return self.outcome(stored(result.value, self.name))
 
     def _in_steps(self, run: PhasedRun) -> Outcome:
         if run.key.begun and run.key.attempts > 1:
@@ -130,10 +132,11 @@ class OperationWork:
         for point in run.key.phases():
             step = self.definition.steps.of_point[point]
             try:
-                made = () if step.call is None else (step.call.made(run.key, self._given()),)
-                self._commit(run, step, made)
+                made = Hidden(() if step.call is None else (step.call.made(run.key, self._given),))
+                self._commit(run, partial(self._end_step, step, made))
             except Rejected as why:
-                self._commit_refusal(run, point, why)
+                self._refuse_what_stays(point, why)
+                self._commit(run, partial(self._end_refused, point, why))
         return self.outcome(run.result())
 
     def _given(self) -> dict[str, Any]:
@@ -146,12 +149,48 @@ class OperationWork:
         refuse_generator(self.name, result)
         return result
 
+    def _commit(self, run: PhasedRun, end: Callable[[AtomicPhase], None]) -> None:
+        """Run a transaction. A serialization failure repeats it, but not the call before it."""
+        for attempt in Attempts(run):
+            with attempt:
+                with atomic_phase(run.key) as phase:
+                    end(phase)
+                return
+        raise conflict()
+
+    def _end_step(self, step: Step[Any], made: Hidden[tuple[Any, ...]], phase: AtomicPhase) -> None:
+        result = Hidden(self._result(step.function, *made.value))
+        if step is self.definition.steps.last or isinstance(result.value, Rejected):
+            phase.finish_with(stored(result.value, self.name))
+        else:
+            phase.set_recovery_point(step.function.__name__)
+
+    def _end_refused(self, point: str, why: Rejected, phase: AtomicPhase) -> None:
+        """Store a refusal, and undo what the transactions before this point have committed."""
+        undo = self.definition.steps.undo
+        if undo is not None and point != STARTED:
+            awaited(undo(why, **self._given()))
+        phase.finish_with(stored(why, self.name))
+
+    def _refuse_what_stays(self, point: str, why: Rejected) -> None:
+        """Raise KeyStuck if an earlier transaction would stay, because nothing undoes it."""
+        if self.definition.steps.undo is None and point != STARTED:
+            raise KeyStuck(
+                f"The operation {self.name} was rejected ({why.code}) after {point!r} was"
+                " committed, and has no undo= that undoes that step. Undo it, then answer the key."
+                " Or deploy undo=, and hand the key back."
+            )
+
     def _refuse_unknown_calls(self, run: PhasedRun) -> None:
         """Raise CannotRun if an earlier attempt began a call that the running code does not make.
         Under another name, the service would get another key, and would repeat the call."""
         keys = IdempotencyKey.objects.using(run.using).filter(pk=run.key.pk)
-        history = keys.values_list("history", flat=True).first() or []
-        begun = {each["detail"] for each in history if each["event"] == HistoryEvent.CALL_BEGUN}
+        begun = {
+            event["detail"]
+            for history in keys.values_list("history", flat=True)
+            for event in history
+            if event["event"] == HistoryEvent.CALL_BEGUN
+        }
         if unknown := sorted(begun - self.definition.steps.calls):
             raise CannotRun(
                 StuckCode.UNKNOWN_RECOVERY_POINT,
@@ -159,38 +198,6 @@ class OperationWork:
                 f" {self.name} of the running code does not make. Deploy code with a function of"
                 " this name in call=. Nothing is lost.",
             )
-
-    def _commit(self, run: PhasedRun, step: Step[Any], made: tuple[Any, ...]) -> None:
-        """Run the transaction of a step. A serialization failure repeats it, but not the call."""
-        for attempt in Attempts(run):
-            with attempt:
-                with atomic_phase(run.key) as phase:
-                    result = self._result(step.function, *made)
-                    if step is self.definition.steps.last or isinstance(result, Rejected):
-                        phase.finish_with(stored(result, self.name))
-                    else:
-                        phase.set_recovery_point(step.function.__name__)
-                return
-        raise conflict()
-
-    def _commit_refusal(self, run: PhasedRun, point: str, why: Rejected) -> None:
-        """Store a refusal in one transaction with its compensation. Raises KeyStuck if an earlier
-        transaction stays and nothing undoes it."""
-        undo = self.definition.steps.undo
-        if undo is None and point != STARTED:
-            raise KeyStuck(
-                f"The operation {self.name} was rejected ({why.code}) after {point!r} was"
-                " committed, and has no undo= that undoes that step. Undo it, then answer the key."
-                " Or deploy undo=, and hand the key back."
-            )
-        for attempt in Attempts(run):
-            with attempt:
-                with atomic_phase(run.key) as phase:
-                    if undo is not None:
-                        awaited(undo(why, **self._given()))
-                    phase.finish_with(stored(why, self.name))
-                return
-        raise conflict()
 
     def outcome(self, value: StoredResponse) -> Outcome:
         return Outcome(value, value.code, is_stored=True)

@@ -4,11 +4,13 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.contrib.auth import get_user_model
 from django.db import OperationalError, connection, transaction
+from django.utils import timezone
 
 from idempotency.completer import complete_key
 from idempotency.exceptions import (
@@ -25,6 +27,10 @@ from tests.models import Account, Entry
 from tests.operations import Bank, charge, note, outer, pay, pay_without_undo, ship, tell
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def broken() -> None:
+    raise OSError("no route")
 
 
 def names() -> list[str]:
@@ -126,9 +132,6 @@ def test_an_exception_before_anything_is_begun_is_left_to_the_caller(bank: Bank)
 def test_an_exception_after_something_is_begun_is_unfinished_and_the_completer_goes_on(
     bank: Bank,
 ) -> None:
-    def broken() -> None:
-        raise OSError("no route")
-
     bank.after = broken
     with pytest.raises(Unfinished) as caught:
         pay.once("key", name="one", cents=9)
@@ -173,7 +176,7 @@ def test_a_call_is_made_at_most_once(bank: Bank) -> None:
     with pytest.raises(Unfinished):
         tell.once("key", name="one", cents=500)
     assert bank.requests == 1, "its value is stored"
-    bank.before = lambda: (_ for _ in ()).throw(OSError("no route"))
+    bank.before = broken
     with pytest.raises(Unfinished):
         tell.once("key 2", name="two", cents=1)
     with pytest.raises(InterventionRequired) as caught:
@@ -284,7 +287,7 @@ def test_an_operation_that_a_deploy_removed_waits_for_the_next(
 ) -> None:
     from idempotency._operations import definition, stored
 
-    bank.after = lambda: (_ for _ in ()).throw(OSError("no route"))
+    bank.after = broken
     with pytest.raises(Unfinished):
         charge.once("key", name="one", cents=1)
     bank.after = lambda: None
@@ -300,7 +303,7 @@ def test_an_operation_that_a_deploy_removed_waits_for_the_next(
 
 
 def test_arguments_that_do_not_fit_wait_for_the_next_deploy(bank: Bank) -> None:
-    bank.after = lambda: (_ for _ in ()).throw(OSError("no route"))
+    bank.after = broken
     with pytest.raises(Unfinished):
         charge.once("key", name="one", cents=1)
     bank.after = lambda: None
@@ -317,7 +320,7 @@ def test_arguments_that_do_not_fit_wait_for_the_next_deploy(bank: Bank) -> None:
 
 
 def test_a_call_under_another_name_is_not_made(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank.after = lambda: (_ for _ in ()).throw(OSError("no route"))
+    bank.after = broken
     with pytest.raises(Unfinished):
         charge.once("key", name="one", cents=1)
     monkeypatch.setattr(charge._definition.steps, "calls", frozenset({"renamed"}))
@@ -358,3 +361,42 @@ def test_async_callers() -> None:
 
     first, second, _ = asyncio.run(both())
     assert first == second == {"transfer": 0}
+
+
+def test_a_refusal_before_anything_is_committed_undoes_nothing() -> None:
+    Entry.objects.create(name="booked one")  # by another key
+    with pytest.raises(Rejected, match="negative"):
+        pay.once("key", name="one", cents=-1)
+    assert names() == ["booked one"]
+
+
+def test_a_call_is_made_first_at_any_age_and_not_repeated_after_its_validity(bank: Bank) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        pay.once("key", name="one", cents=0)
+    old = timezone.now() - timedelta(days=40)
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        pay.once("key 2", name="two", cents=2)
+    bank.after = lambda: None
+    IdempotencyKey.objects.update(created_at=old)
+    with pytest.raises(ValueError, match="positive"):
+        pay.once("key", name="one", cents=0)
+    with pytest.raises(InterventionRequired) as caught:
+        pay.once("key 2", name="two", cents=2)
+    assert caught.value.stuck_code == StuckCode.DOWNSTREAM_KEY_EXPIRED
+    assert bank.requests == 1
+
+
+def test_a_key_that_was_refused_before_its_first_call_is_not_too_old_for_it(bank: Bank) -> None:
+    first = IdempotencyKey.objects
+    bank.before = broken
+    with pytest.raises(Unfinished):
+        pay.once("key", name="one", cents=5)
+    first.update(created_at=timezone.now() - timedelta(days=40), call_begun_at=None)
+    bank.before = lambda: None
+    assert pay.once("key", name="one", cents=5) == {"transfer": 0}
+
+
+def test_a_scope_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="99 characters"):
+        note.by(get_user_model()(pk=1), scope="x" * 100)
