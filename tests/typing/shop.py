@@ -104,8 +104,8 @@ def mistakes(request: HttpRequest, key: ClaimedKey) -> None:
     reveal_type(below_others(request, 1))  # R: "django.http.response.JsonResponse"
     below_others(request)  # E: call-arg
     reveal_type(with_options(request, name="a"))  # R: "django.http.response.HttpResponse"
-    # R: "typing.Coroutine[Any, Any, django.http.response.HttpResponse]"
-    _ = reveal_type(asynchronous(request))
+    later = asynchronous(request)
+    _ = reveal_type(later)  # R: "typing.Coroutine[Any, Any, django.http.response.HttpResponse]"
     reveal_type(Payments().post(request, 1))  # R: "django.http.response.HttpResponse"
     bare(request, "one")  # E: arg-type
     with_options(request, nome="a")  # E: call-arg
