@@ -25,7 +25,7 @@ from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
 from idempotency.models import STARTED, StagedJob
-from idempotency.monitoring import doctor, heartbeats, measures
+from idempotency.monitoring import findings, heartbeats, measures
 
 #: The maximum number of rows of a kind that are read, the oldest first. If there are more, the page
 #: says so.
@@ -87,7 +87,8 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
         "as_of": timezone.now(),
         **_of_processes(processes),
     }
-    findings = [*doctor.findings_of_keys(keys, MAX_READ), *doctor.findings_of_processes(processes)]
+    found = [*findings.of_keys(keys, MAX_READ)]
+    found += findings.of_processes(processes)
     behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
     job_admin = site._registry.get(StagedJob)
     if job_admin is not None and job_admin.has_view_permission(request):
@@ -95,10 +96,10 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
         jobs = measures.staged_jobs(every_job, MAX_READ)
         shown |= _of_jobs(jobs, error_groups.groups_of_failed_jobs(every_job, MAX_READ), jobs_url)
         shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, job_admin)}
-        findings += doctor.findings_of_jobs(jobs, MAX_READ)
+        found += findings.of_jobs(jobs, MAX_READ)
         behind |= dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{jobs_url}?state=waiting")
         behind |= {"jobs_failed": f"{jobs_url}?state=failed"}
-    shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in findings]
+    shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in found]
     return shown | _charts(every.db, request.GET.get("span", ""))
 
 

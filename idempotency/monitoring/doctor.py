@@ -2,8 +2,6 @@
 
 Each check reads the statistics of PostgreSQL, or calls ``measures``, which reads a bounded number
 of rows. So the cost of a check does not depend on the size of the tables.
-
-The dashboard translates the findings that it shows. The command prints all findings in English.
 """
 
 from collections.abc import Iterator
@@ -11,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import InterfaceError, OperationalError, connections, router
-from django.utils.translation import gettext as _
 
 from idempotency import conf
 from idempotency._engine import aliases, replication
@@ -19,31 +16,20 @@ from idempotency._records import HOOKS_FAILED
 from idempotency._states import KeyState
 from idempotency._text import duration, first_line
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
-from idempotency.monitoring import measures
+from idempotency.monitoring import findings, measures
+from idempotency.monitoring.findings import Finding, at_least
 from idempotency.monitoring.heartbeats import LOOPS
-from idempotency.monitoring.measures import COUNT_LIMIT
 
 #: Columns that runs change. An update of an indexed column writes to each index of the table, and
 #: is not HOT.
 _CHANGING = [
-    *(
-        "recovery_point",
-        "locked_until",
-        "last_run_at",
-        "next_run_at",
-        "claim_token",
-        "attempts",
-        "begun",
-        "call_begun_at",
-    ),
-]
+    "recovery_point", "locked_until", "last_run_at", "next_run_at", "claim_token", "attempts",
+    "begun", "call_begun_at",
+]  # fmt: skip
 #: By default autovacuum starts when a fifth of the rows are dead. If twice that share is dead,
 #: autovacuum does not keep up.
 DEAD_SHARE, FEW_DEAD = 0.4, 10_000
 OLDEST_TRANSACTION_SECONDS = 600.0
-#: The enqueuer makes a pass each second, the completer every 5 seconds. If work waits longer than
-#: this, no process handles it.
-LATE_SECONDS = 120.0
 #: The reaper makes a pass each minute, and may have many keys to delete.
 REAPER_LATE_SECONDS = 3600
 
@@ -54,15 +40,6 @@ _WEAK_WAITS = {
     "local": "does not wait for the standby",
     "remote_write": "waits until the standby has it in memory, not on its disk",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A problem: a short stable code, the observation and the cure."""
-
-    code: str
-    seen: str
-    cure: str
 
 
 @dataclass(slots=True)
@@ -96,9 +73,8 @@ def _alias(found: Diagnosis) -> Iterator[Finding]:
     try:
         routed = aliases.routed_twin(found.database)
     except (OperationalError, InterfaceError) as error:
-        found.cannot_tell.append(
-            f"Whether the router writes to this database under another alias: {first_line(error)}"
-        )
+        text = "Whether the router writes to this database under another alias"
+        found.cannot_tell.append(f"{text}: {first_line(error)}")
         return
     if routed is not None:
         yield Finding(
@@ -111,34 +87,6 @@ def _alias(found: Diagnosis) -> Iterator[Finding]:
         )
 
 
-def findings_of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
-    """Yield the findings about the unfinished keys, of which at most ``limit`` were read. The
-    dashboard shows them too."""
-    if keys.need_a_person:
-        yield Finding(
-            "stuck_keys",
-            _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
-            % {
-                "count": _at_least(keys.need_a_person, limit),
-                "duration": duration(keys.stuck_for),
-            },
-            _(
-                "Open the admin's list of keys with the filter 'stuck': each says why, and offers"
-                " what can be done."
-            ),
-        )
-    if keys.completer_lag > LATE_SECONDS:
-        yield Finding(
-            "completer_late",
-            _("An abandoned request has waited %(duration)s for the completer.")
-            % {"duration": duration(keys.completer_lag)},
-            _(
-                "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look"
-                " for errors in its log."
-            ),
-        )
-
-
 def _keys(found: Diagnosis) -> Iterator[Finding]:
     keys = measures.unfinished_keys(IdempotencyKey.objects.using(found.database))
     found.measured |= {
@@ -148,15 +96,14 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         "keys_acknowledged": keys.by_state[KeyState.ACKNOWLEDGED],
         "completer_lag_seconds": round(keys.completer_lag, 1),
     }
-    yield from findings_of_keys(keys)
-    found.measured["keys_to_reap"] = to_reap = measures.keys_to_reap(
-        found.database, REAPER_LATE_SECONDS
-    )
+    yield from findings.of_keys(keys)
+    to_reap = measures.keys_to_reap(found.database, REAPER_LATE_SECONDS)
+    found.measured["keys_to_reap"] = to_reap
     if to_reap:
+        late = duration(REAPER_LATE_SECONDS)
         yield Finding(
             "reaper_late",
-            f"Keys that should have been deleted {duration(REAPER_LATE_SECONDS)} ago:"
-            f" {_at_least(to_reap)}.",
+            f"Keys that should have been deleted {late} ago: {at_least(to_reap)}.",
             "Start manage.py reap_keys --loop. If it counts them as 'protected', something prevents"
             " the deletion: a row that refers to the key, for example with on_delete=PROTECT, a"
             " trigger, a signal receiver, or a missing privilege. Its log names the error.",
@@ -165,102 +112,46 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
 
 def _jobs(found: Diagnosis) -> Iterator[Finding]:
     jobs = measures.staged_jobs(StagedJob.objects.using(found.database))
-    hooks = (
-        ProcessedMessage.objects.using(found.database).filter(HOOKS_FAILED)[:COUNT_LIMIT].count()
-    )
+    messages = ProcessedMessage.objects.using(found.database).filter(HOOKS_FAILED)
+    hooks = messages[: measures.COUNT_LIMIT].count()
     found.measured |= {
         "jobs_due": jobs.due,
         "jobs_failed": jobs.failed_by_name.total(),
         "jobs_with_failed_hooks": hooks,
         "oldest_job_seconds": round(jobs.oldest, 1),
     }
-    yield from findings_of_jobs(jobs)
+    yield from findings.of_jobs(jobs)
     if hooks:
         yield Finding(
             "hooks_failed",
-            f"Jobs that took effect, but whose on_commit hooks raised: {_at_least(hooks)}. The"
+            f"Jobs that took effect, but whose on_commit hooks raised: {at_least(hooks)}. The"
             " hooks are not called again.",
             "manage.py staged_jobs list says why. Do by hand what the hooks should have done, then"
             " run manage.py staged_jobs purge. Let the job stage another job instead of a hook.",
         )
 
 
-def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
-    if jobs.oldest > LATE_SECONDS:
-        yield Finding(
-            "jobs_late",
-            _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
-            % {
-                "count": _at_least(jobs.due, limit),
-                "duration": duration(jobs.oldest),
-            },
-            _(
-                "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it"
-                " cannot reach."
-            ),
-        )
-    if jobs.not_deleted:
-        yield Finding(
-            "jobs_not_deleted",
-            _("Staged jobs that the broker has, but whose rows cannot be deleted: %(count)s.")
-            % {"count": _at_least(jobs.not_deleted, limit)},
-            _(
-                "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a"
-                " missing right. The enqueuer then deletes the rows, and sends no job again."
-            ),
-        )
-    if failed := jobs.failed_by_name.total():
-        yield Finding(
-            "jobs_failed",
-            _("Staged jobs that have failed: %(count)s.") % {"count": _at_least(failed, limit)},
-            _(
-                "manage.py staged_jobs list --failed says why. Correct the cause, then run"
-                " manage.py staged_jobs retry --all, or purge."
-            ),
-        )
-
-
 def _processes(found: Diagnosis) -> Iterator[Finding]:
     processes = measures.processes(found.database)
     found.measured["processes"] = [
-        {
-            "name": process.name,
-            "process": f"{process.host}/{process.pid}",
-            "lag_seconds": round(process.age, 1),
-        }
-        for process in processes
+        {"name": each.name, "process": f"{each.host}/{each.pid}", "lag_seconds": round(each.age, 1)}
+        for each in processes
     ]
-    for name in LOOPS.keys() - measures.lags(processes):
-        found.cannot_tell.append(
-            f"No loop of {name} has a heartbeat. If cron does not run it, {LOOPS[name]}."
-        )
-    yield from findings_of_processes(processes)
-
-
-def findings_of_processes(processes: list[measures.Process]) -> Iterator[Finding]:
-    """Yield a finding for each silent loop. There is none for a loop without any heartbeat, because
-    cron may run that loop."""
-    lags, silent = (
-        measures.lags(processes),
-        {process.name for process in processes if process.silent},
-    )
-    for name, otherwise in LOOPS.items():
-        if name in silent:
-            yield Finding(
-                "process_silent",
-                _("No loop of %(name)s has written a heartbeat for %(duration)s: %(consequence)s.")
-                % {"name": name, "duration": duration(lags[name]), "consequence": otherwise},
-                _("Start it again. If it runs, its log has the error."),
-            )
+    found.cannot_tell += [
+        f"No loop of {name} has a heartbeat. If cron does not run it, {LOOPS[name]}."
+        for name in LOOPS.keys() - measures.lags(processes)
+    ]
+    yield from findings.of_processes(processes)
 
 
 def _table(found: Diagnosis) -> Iterator[Finding]:
     table = IdempotencyKey._meta.db_table
+    quoted = connections[found.database].ops.quote_name(table)
     row = _fetch(
         found,
         "SELECT n_tup_upd, n_tup_hot_upd, n_live_tup, n_dead_tup, pg_total_relation_size(relid)"
         " FROM pg_stat_user_tables WHERE relid = to_regclass(%s)",
-        [connections[found.database].ops.quote_name(table)],
+        quoted,
     )
     updates, hot, live, dead, size = row or (0, 0, 0, 0, 0)
     # Also without extra indexes it depends on the number of phases.
@@ -276,7 +167,8 @@ def _table(found: Diagnosis) -> Iterator[Finding]:
         "SELECT string_agg(DISTINCT i.indexrelid::regclass::text, ', ') FROM pg_index AS i JOIN"
         " pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = ANY(i.indkey) WHERE"
         " i.indrelid = to_regclass(%s) AND a.attname = ANY(%s)",
-        [connections[found.database].ops.quote_name(table), _CHANGING],
+        quoted,
+        _CHANGING,
     )
     if extra:
         yield Finding(
@@ -305,10 +197,8 @@ def _transactions(found: Diagnosis) -> Iterator[Finding]:
     )
     found.measured["oldest_transaction_seconds"] = round(oldest, 1)
     if hidden:
-        found.cannot_tell.append(
-            f"The transactions of {hidden} sessions of other roles: GRANT pg_read_all_stats to see"
-            " them."
-        )
+        text = f"The transactions of {hidden} sessions of other roles"
+        found.cannot_tell.append(f"{text}: GRANT pg_read_all_stats to see them.")
     if oldest > OLDEST_TRANSACTION_SECONDS:
         yield Finding(
             "old_transaction",
@@ -352,11 +242,7 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
         )
 
 
-def _at_least(count: int, limit: int = COUNT_LIMIT) -> str:
-    return _("%(count)s or more") % {"count": count} if count >= limit else str(count)
-
-
-def _fetch(found: Diagnosis, text: str, parameters: list[Any] | None = None) -> Any:
+def _fetch(found: Diagnosis, text: str, *parameters: Any) -> Any:
     with connections[found.database].cursor() as cursor:
-        cursor.execute(text, parameters or [])
+        cursor.execute(text, parameters)
         return cursor.fetchone()

@@ -6,6 +6,7 @@ and lags are seconds.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,9 +39,9 @@ class UnfinishedKeys:
     stuck_for: float
 
     @property
-    def need_a_person(self) -> int:
+    def for_review(self) -> int:
         """The number of stuck keys that need manual review."""
-        return sum(count for code, count in self.stuck_by_code.items() if _pages(code))
+        return sum(count for code, count in self.stuck_by_code.items() if _is_for_review(code))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Process:
     silent: bool
 
 
-def _pages(code: str) -> bool:
+def _is_for_review(code: str) -> bool:
     """Return whether a key with this stuck code needs manual review. A key that is refused when
     rebuilt waits for a retry of its client."""
     return code != StuckCode.REFUSED_WHEN_REBUILT
@@ -77,9 +78,8 @@ def _pages(code: str) -> bool:
 
 def stuck_kinds(stuck: Any) -> tuple[Any, Any]:
     """Return the stuck keys that need manual review, and the other stuck keys."""
-    return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(
-        stuck_code=StuckCode.REFUSED_WHEN_REBUILT
-    )
+    is_of_client = Q(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
+    return stuck.exclude(is_of_client), stuck.filter(is_of_client)
 
 
 def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
@@ -90,9 +90,8 @@ def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
     open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
     keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
     keys = keys.annotate(stuck_for=Now() - F("stuck_at"))
-    keys = keys.values_list(
-        "state", "stuck_code", "recovery_point", "age", "lag", "open", "stuck_for", named=True
-    )
+    columns = ("state", "stuck_code", "recovery_point", "age", "lag", "open", "stuck_for")
+    keys = keys.values_list(*columns, named=True)
     rows = list(keys[:limit])
     if len(rows) == limit:
         others = (KeyState.IN_FLIGHT, KeyState.ACKNOWLEDGED, KeyState.ABANDONED, KeyState.WAITING)
@@ -104,80 +103,52 @@ def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
     ages: dict[str, list[float]] = {}
     for row in rows:
         ages.setdefault(row.recovery_point, []).append(seconds_of(row.age))
+    open_rows = [row for row in rows if row.open]
+    stuck = [row for row in rows if row.state == KeyState.STUCK]
     return UnfinishedKeys(
         min(len(rows), limit),
         Counter(row.state for row in rows),
-        Counter(row.stuck_code for row in rows if row.state == KeyState.STUCK),
+        Counter(row.stuck_code for row in stuck),
         ages,
-        max((seconds_of(row.age) for row in rows if row.open), default=0.0),
-        max(
-            (seconds_of(row.lag) for row in rows if row.open and row.state != KeyState.IN_FLIGHT),
-            default=0.0,
-        ),
-        max(
-            (
-                seconds_of(row.stuck_for)
-                for row in rows
-                if row.state == KeyState.STUCK and _pages(row.stuck_code)
-            ),
-            default=0.0,
-        ),
+        _longest(row.age for row in open_rows),
+        _longest(row.lag for row in open_rows if row.state != KeyState.IN_FLIGHT),
+        _longest(row.stuck_for for row in stuck if _is_for_review(row.stuck_code)),
     )
+
+
+def _longest(times: Iterable[timedelta]) -> float:
+    return max(map(seconds_of, times), default=0.0)
 
 
 def keys_to_reap(using: str, late_seconds: int) -> int:
     """Return the number of keys that should have been deleted ``late_seconds`` ago."""
-    return (
-        IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds)[:COUNT_LIMIT].count()
-    )
+    keys = IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds)
+    return keys[:COUNT_LIMIT].count()
 
 
 def staged_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
-    not_deleted = ExpressionWrapper(
-        Q(last_error__startswith=f"{NotDeleted.__name__}:"), output_field=BooleanField()
-    )
-    ages = (
-        jobs.filter(failed_at__isnull=True)
-        .order_by("run_at")
-        .values_list(Now() - F("run_at"), not_deleted)
-    )
-    failed = (
-        jobs.filter(failed_at__isnull=False)
-        .order_by("failed_at")
-        .values_list("job_name", flat=True)
-    )
-    rows = list(ages[:limit])
-    waiting = [age.total_seconds() for age, _ in rows]
-    kept = sum(row[1] for row in rows)
-    return StagedJobs(
-        waiting,
-        sum(age >= 0 for age in waiting),
-        max([0.0, *waiting]),
-        kept,
-        Counter(failed[:limit]),
-    )
+    is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
+    not_deleted = ExpressionWrapper(is_not_deleted, output_field=BooleanField())
+    ages = jobs.filter(failed_at__isnull=True).order_by("run_at")
+    rows = list(ages.values_list(Now() - F("run_at"), not_deleted)[:limit])
+    failed = jobs.filter(failed_at__isnull=False).order_by("failed_at")
+    names = Counter(failed.values_list("job_name", flat=True)[:limit])
+    waiting, kept = [age.total_seconds() for age, _ in rows], sum(row[1] for row in rows)
+    due = sum(age >= 0 for age in waiting)
+    return StagedJobs(waiting, due, max([0.0, *waiting]), kept, names)
 
 
 def processes(using: str) -> list[Process]:
     """Return a process for each heartbeat, the youngest first."""
-    beats = (
-        ProcessHeartbeat.objects.using(using)
-        .order_by("-beat_at")
-        .annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]
-    )
+    beats = ProcessHeartbeat.objects.using(using).order_by("-beat_at")
     youngest: dict[str, float] = {}
-    return [
-        Process(
-            beat.name,
-            beat.host,
-            beat.pid,
-            age,
-            youngest.setdefault(beat.name, age) > SILENT_SECONDS,
-        )
-        for beat in beats
-        for age in [seconds_of(beat.age)]
-    ]
+    found = []
+    for beat in beats.annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]:
+        age = seconds_of(beat.age)
+        silent = youngest.setdefault(beat.name, age) > SILENT_SECONDS
+        found.append(Process(beat.name, beat.host, beat.pid, age, silent))
+    return found
 
 
 def lags(found: list[Process]) -> dict[str, float]:

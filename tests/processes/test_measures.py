@@ -98,7 +98,7 @@ def test_the_dashboard_the_doctor_and_the_metrics_agree() -> None:
 def test_a_rebuilt_request_that_is_refused_is_stuck_and_pages_nobody() -> None:
     IdempotencyKeyFactory(**stuck("refused_when_rebuilt"))
     keys = measures.unfinished_keys(IdempotencyKey.objects.all())
-    assert (keys.by_state["stuck"], keys.need_a_person) == (1, 0)
+    assert (keys.by_state["stuck"], keys.for_review) == (1, 0)
 
 
 def test_acknowledged_keys_which_stay_for_ever_hide_no_younger_one() -> None:
@@ -129,7 +129,7 @@ def test_older_keys_that_need_nobody_hide_no_stuck_one(kind: str) -> None:
     IdempotencyKeyFactory(**stuck())
     IdempotencyKeyFactory(**OLD)
     keys = measures.unfinished_keys(IdempotencyKey.objects.all(), limit=2)
-    assert (keys.need_a_person, keys.by_state["abandoned"]) == (1, 1)
+    assert (keys.for_review, keys.by_state["abandoned"]) == (1, 1)
     assert keys.stuck_for > 0
     assert keys.completer_lag > 60
     assert "call_in_doubt" in {

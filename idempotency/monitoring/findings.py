@@ -1,0 +1,101 @@
+"""Findings of measurements, in the language of the reader: the doctor prints them in English, the
+dashboard translates them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from django.utils.translation import gettext as _
+
+from idempotency._text import duration
+from idempotency.monitoring import measures
+from idempotency.monitoring.heartbeats import LOOPS
+from idempotency.monitoring.measures import COUNT_LIMIT
+
+#: The enqueuer makes a pass each second, the completer every 5 seconds. If work waits longer than
+#: this, no process handles it.
+LATE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem: a short stable code, the observation and the cure."""
+
+    code: str
+    seen: str
+    cure: str
+
+
+def of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
+    """Yield the findings about the unfinished keys, of which at most ``limit`` were read. The
+    dashboard shows them too."""
+    if keys.for_review:
+        yield Finding(
+            "stuck_keys",
+            _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
+            % {"count": at_least(keys.for_review, limit), "duration": duration(keys.stuck_for)},
+            _(
+                "Open the admin's list of keys with the filter 'stuck': each says why, and offers"
+                " what can be done."
+            ),
+        )
+    if keys.completer_lag > LATE_SECONDS:
+        yield Finding(
+            "completer_late",
+            _("An abandoned request has waited %(duration)s for the completer.")
+            % {"duration": duration(keys.completer_lag)},
+            _(
+                "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look"
+                " for errors in its log."
+            ),
+        )
+
+
+def of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
+    if jobs.oldest > LATE_SECONDS:
+        yield Finding(
+            "jobs_late",
+            _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
+            % {"count": at_least(jobs.due, limit), "duration": duration(jobs.oldest)},
+            _(
+                "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it"
+                " cannot reach."
+            ),
+        )
+    if jobs.not_deleted:
+        yield Finding(
+            "jobs_not_deleted",
+            _("Staged jobs that the broker has, but whose rows cannot be deleted: %(count)s.")
+            % {"count": at_least(jobs.not_deleted, limit)},
+            _(
+                "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a"
+                " missing right. The enqueuer then deletes the rows, and sends no job again."
+            ),
+        )
+    if failed := jobs.failed_by_name.total():
+        yield Finding(
+            "jobs_failed",
+            _("Staged jobs that have failed: %(count)s.") % {"count": at_least(failed, limit)},
+            _(
+                "manage.py staged_jobs list --failed says why. Correct the cause, then run"
+                " manage.py staged_jobs retry --all, or purge."
+            ),
+        )
+
+
+def of_processes(processes: list[measures.Process]) -> Iterator[Finding]:
+    """Yield a finding for each silent loop. There is none for a loop without any heartbeat, because
+    cron may run that loop."""
+    lags = measures.lags(processes)
+    silent = {process.name for process in processes if process.silent}
+    for name, consequence in LOOPS.items():
+        if name in silent:
+            yield Finding(
+                "process_silent",
+                _("No loop of %(name)s has written a heartbeat for %(duration)s: %(consequence)s.")
+                % {"name": name, "duration": duration(lags[name]), "consequence": consequence},
+                _("Start it again. If it runs, its log has the error."),
+            )
+
+
+def at_least(count: int, limit: int = COUNT_LIMIT) -> str:
+    return _("%(count)s or more") % {"count": count} if count >= limit else str(count)
