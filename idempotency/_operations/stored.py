@@ -41,6 +41,9 @@ class StoredOperation:
         self._key = key
         self._definition: Definition | None = find(key.request_path)
 
+    def _arguments(self) -> bytes:
+        return bytes(self._key.request_body or b"{}")
+
     def _obstacle(self) -> tuple[str, str] | None:
         """Return the stuck code and the reason if the running code cannot continue."""
         name, definition = self._key.request_path, self._definition
@@ -50,7 +53,7 @@ class StoredOperation:
                 " Define it in the module operations.py of an installed app. After the deploy, the"
                 " completer continues."
             )
-        if why := definition.misfit(json.loads(bytes(self._key.request_body or b"{}"))):
+        if why := definition.misfit(json.loads(self._arguments())):
             return StuckCode.ARGUMENTS_CHANGED, (
                 f"The stored arguments do not fit {name}{definition.steps.signature}: {why}. Deploy"
                 " a default for a new parameter, or restore the old one. After the deploy, the"
@@ -68,8 +71,8 @@ class StoredOperation:
         if (obstacle := self._obstacle()) is not None:
             return RerunResult(f"The completer cannot run this: {obstacle[1]}", stuck=obstacle)
         definition: Any = self._definition
-        arguments = bytes(self._key.request_body or b"{}")
-        run = PhasedRun(self._key, OperationWork(definition, arguments, by_completer=True))
+        work = OperationWork(definition, self._arguments(), by_completer=True)
+        run = PhasedRun(self._key, work)
         try:
             run_claimed(run)
         except (InProgress, InterventionRequired) as refusal:
