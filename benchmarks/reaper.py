@@ -128,7 +128,8 @@ def row(seconds: list[float]) -> dict[str, float]:
 def claims(go_on: Callable[[], bool]) -> list[float]:
     """Claim new keys at a fixed rate while ``go_on()`` is true; return the seconds of each
     claim."""
-    from idempotency._engine.claims import ClaimedRequest, claim_phased
+    from idempotency._engine.adapter import ClaimedRequest
+    from idempotency._engine.claims import claim_phased
 
     taken: list[float] = []
     due = time.monotonic()

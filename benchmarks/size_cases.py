@@ -24,7 +24,7 @@ from django.urls import path, resolve
 
 from benchmarks import views
 from idempotency._engine import claims
-from idempotency._engine.claims import ClaimedRequest
+from idempotency._engine.adapter import ClaimedRequest
 from idempotency._hidden import Hidden
 from idempotency._http import stored_request
 from idempotency.completer import CompletePass, complete_once

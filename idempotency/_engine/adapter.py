@@ -18,6 +18,32 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class ClaimedRequest:
+    """The columns of a key that a claim stores, to compare a retry with the request and to run it
+    again."""
+
+    scope: str
+    idempotency_key: str
+    user_id: Any
+    request_method: str
+    request_path: str
+    request_body: bytes | None
+    request_content_type: str
+    request_headers: dict[str, str]
+    remote_addr: str
+    request_fingerprint: str
+    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is
+    #: unknown.
+    fingerprint_as: Callable[[str], str | None]
+    #: Returns the fingerprint that a plain run of this request has.
+    plain_fingerprint: Callable[[], str]
+    retention_hours: int | None
+    lease_seconds: int
+    #: Why the request cannot be stored: raised by a claim that would store it.
+    unstorable: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Outcome:
     """What the work returned, or what an exception of it became."""
 

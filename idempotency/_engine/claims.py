@@ -17,31 +17,25 @@ from django.db import Error, connections
 
 from idempotency import conf
 from idempotency._engine import rows, statements
+from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.advisory_locks import HOLDER, lock_parameters, version_of
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import connection_lost, raise_writer_busy, serialization_failed
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.late_releases import release_later
-from idempotency._engine.rows import (
-    created_monotonic,
-    execute,
-    fetch,
-    fetch_key,
-    key_of_row,
-    statements_for,
-    token_parameter,
-    vendor,
-)
+from idempotency._engine.rows import execute, fetch, statements_for, token_parameter, vendor
 from idempotency._engine.transactions import First
 from idempotency._hidden import Hidden, Parameters
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
 
-#: The number of attempts if other runs change the row concurrently. Each time another run has
-#: progressed.
+#: The number of attempts if other runs change the row concurrently, and thus progress.
 _CLAIM_TRIES = 10
 
-
+#: The columns that a claim clears, or that no unfinished key has.
+_CLEARED: dict[str, Any] = dict.fromkeys(("stuck_code", "stuck_reason"), "") | dict.fromkeys(
+    ("stuck_at", "response_code", "response_headers", "response_body")
+)
 _columns_of = attrgetter(*statements.REQUEST)
 
 
@@ -52,32 +46,6 @@ class ClaimOutcome(Enum):
     IN_PROGRESS = "in progress"
     STUCK = "stuck"
     UNKNOWN_POINT = "unknown recovery point"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ClaimedRequest:
-    """The columns of a key that a claim stores, to compare a retry with the request and to run it
-    again."""
-
-    scope: str
-    idempotency_key: str
-    user_id: Any
-    request_method: str
-    request_path: str
-    request_body: bytes | None
-    request_content_type: str
-    request_headers: dict[str, str]
-    remote_addr: str
-    request_fingerprint: str
-    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is
-    #: unknown.
-    fingerprint_as: Callable[[str], str | None]
-    #: Returns the fingerprint that a plain run of this request has.
-    plain_fingerprint: Callable[[], str]
-    retention_hours: int | None
-    lease_seconds: int
-    #: Why the request cannot be stored: raised by a claim that would store it.
-    unstorable: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -108,16 +76,14 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     this claim. Otherwise at most an expired key was retired. The ``recovery_points`` are those that
     the running code declares, and the first. Raises ``request.unstorable`` if the claim would store
     the request, because the key is new or nothing was begun for it."""
-    postgresql = vendor(using) == "postgresql"
-    in_one = postgresql and request.unstorable is None
+    in_one = vendor(using) == "postgresql" and request.unstorable is None
     text = statements_for(using)
+    first = text.claim_phased if in_one else text.read
     parameters = _parameters(request, using)
     parameters.value["points"] = rows.array_parameter(recovery_points, using)
     for _ in range(_CLAIM_TRIES):
         try:
-            found = _send_claim(
-                text.claim_phased if in_one else text.read, parameters, request, using
-            )
+            found = _send_claim(first, parameters, request, using)
             key = found.key
             if key is not None:
                 if found.expired:
@@ -127,7 +93,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
                     return conflict
                 if key.recovery_point not in recovery_points:
                     return Claim(ClaimOutcome.UNKNOWN_POINT, key)
-                # It was made in another way.
+                # It has another version.
                 if key.request_fingerprint != request.request_fingerprint:
                     alike = replace(request, request_fingerprint=key.request_fingerprint)
                     return claim_phased(alike, recovery_points, using=using)
@@ -142,17 +108,12 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             continue
         if found.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
-            return Claim(
-                ClaimOutcome.CLAIMED,
-                _key_of_claim(found, request, parameters, using, finished_at=None),
-            )
+            key = _key_of_claim(found, request, parameters, using, finished_at=None)
+            return Claim(ClaimOutcome.CLAIMED, key)
         # Another claim has inserted or changed the key, and the next attempt reads it; or a plain
         # view holds the key.
-        if (
-            key is None
-            and postgresql
-            and (conflict := _conflict_with_holder(parameters, request, using))
-        ):
+        conflict = _holder_conflict(parameters, request, using) if key is None else None
+        if conflict:
             return conflict
     return Claim(ClaimOutcome.IN_PROGRESS)
 
@@ -160,10 +121,8 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
 def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
     """Return the claim of a plain view, which may be sent with BEGIN."""
     text = statements_for(using)
-    return First(
-        text.claim_plain if vendor(using) == "postgresql" else text.insert_plain,
-        _parameters(request, using),
-    )
+    claim = text.claim_plain if vendor(using) == "postgresql" else text.insert_plain
+    return First(claim, _parameters(request, using))
 
 
 def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
@@ -171,15 +130,12 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
     CLAIMED the row is inserted, and visible after COMMIT. Until then advisory locks refuse a
     duplicate; on SQLite the duplicate waits for the write lock. Otherwise only an expired row
     changes."""
-    postgresql, text = vendor(using) == "postgresql", statements_for(using)
     parameters = first.parameters
     for attempt in range(_CLAIM_TRIES):
-        ran = first.ran and attempt == 0
-        found = (
-            _parse(Hidden(first.row), 0.0, request, using)
-            if ran
-            else _send_claim(first.text, parameters, request, using)
-        )
+        if first.ran and attempt == 0:
+            found = _parse(Hidden(first.row), 0.0, request, using)
+        else:
+            found = _send_claim(first.text, parameters, request, using)
         if found.claimed is not None:
             key = _key_of_claim(found, request, parameters, using)
             # Each attempt has a new seed, so no key may be derived from it.
@@ -190,11 +146,10 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
             return Claim(ClaimOutcome.IN_PROGRESS)
         # Another run holds the key: its holder tells whether the request is the same.
         if found.verdict == "other":
-            return _conflict_with_holder(parameters, request, using) or Claim(
-                ClaimOutcome.IN_PROGRESS
-            )
-        if not postgresql:
-            found = _send_claim(text.read, parameters, request, using)
+            conflict = _holder_conflict(parameters, request, using)
+            return conflict or Claim(ClaimOutcome.IN_PROGRESS)
+        if vendor(using) != "postgresql":
+            found = _send_claim(statements_for(using).read, parameters, request, using)
         if found.key is None:
             continue  # The row was inserted or deleted concurrently.
         if not found.expired:
@@ -210,19 +165,11 @@ def claim_by_id(
     """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next
     run is due. If this run fails too, the key is due again after ``delay_seconds``. Return None if
     the key is not due, locked, finished, stuck or refused."""
-    parameters: Parameters = Hidden(
-        {
-            "id": pk,
-            "claim_token": token_parameter(uuid.uuid4(), using),
-            "delay": delay_seconds,
-            "early": early,
-            "least_lease": conf.get().LOCK_TIMEOUT_SECONDS,
-            "event": HistoryEvent.CLAIMED,
-            "detail": "reaper" if early else "completer",
-        }
-    )
+    parameters: Parameters = Hidden({"id": pk, "delay": delay_seconds, "early": early})
+    parameters.value["least_lease"] = conf.get().LOCK_TIMEOUT_SECONDS
+    parameters.value |= _of_claim("reaper" if early else "completer", using)
     try:
-        return fetch_key(statements_for(using).claim_by_id, parameters, using)
+        return rows.fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
         _raise_unless_race(error, ClaimedKey(pk=pk), parameters, using)
         return None
@@ -234,14 +181,11 @@ def _send_claim(text: str, parameters: Parameters, request: ClaimedRequest, usin
 
 
 def _retire(key: ClaimedKey, request: ClaimedRequest, using: str) -> None:
-    _in_one_wait(
-        execute, statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using
-    )
+    parameters: Parameters = Hidden({"id": key.pk, "scope": request.scope})
+    _in_one_wait(execute, statements_for(using).retire, parameters, using)
 
 
-def _in_one_wait(
-    send: Callable[[str, Parameters, str], Any], text: str, parameters: Parameters, using: str
-) -> Any:
+def _in_one_wait(send: Callable[..., Any], text: str, parameters: Parameters, using: str) -> Any:
     try:
         return send(text, parameters, using)
     except Error as error:
@@ -261,7 +205,7 @@ def _parse(
     if existing.value[0] is None:
         return _Found(sent, verdict=parts.value[2])
     expired, lock_seconds = existing.value[-2:]
-    key = key_of_row(
+    key = rows.key_of_row(
         statements.EXISTING,
         Hidden(existing.value[:-2]),
         using,
@@ -286,10 +230,10 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
 def _key_of_claim(
     found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any
 ) -> ClaimedKey:
-    claimed = Hidden(found.claimed or ())
-    key = key_of_row(
+    return rows.claimed_key(
         statements.CLAIMED,
-        Hidden(claimed.value[:-2]),
+        Hidden(found.claimed),
+        found.sent,
         using,
         scope=request.scope,
         idempotency_key=request.idempotency_key,
@@ -298,29 +242,21 @@ def _key_of_claim(
         request_fingerprint=request.request_fingerprint,
         lease_seconds=request.lease_seconds,
         claim_token=uuid.UUID(str(parameters.value["claim_token"])),
-        stuck_at=None,
-        stuck_code="",
-        stuck_reason="",
-        response_code=None,
-        response_headers=None,
-        response_body=None,
+        **_CLEARED,
         **known,
     )
-    age_seconds, key.ctid = claimed.value[-2:]
-    key.created_monotonic, key.fence = created_monotonic(found.sent, age_seconds), key.claim_token
-    return key
 
 
 def _conflict(found: _Found, request: ClaimedRequest) -> Claim | None:
     """Return why the found key cannot be claimed, or None. A mismatch is first: another request
     must learn nothing else."""
     key: Any = found.key
-    stored, own = key.request_fingerprint, request.request_fingerprint
-    if (
-        alike := own if version_of(own) == version_of(stored) else request.fingerprint_as(stored)
-    ) is None:
-        return Claim(ClaimOutcome.IN_PROGRESS, key)
-    if alike != stored:
+    stored, fingerprint = key.request_fingerprint, request.request_fingerprint
+    if version_of(fingerprint) != version_of(stored):
+        if (recomputed := request.fingerprint_as(stored)) is None:
+            return Claim(ClaimOutcome.IN_PROGRESS, key)
+        fingerprint = recomputed
+    if fingerprint != stored:
         return Claim(ClaimOutcome.MISMATCH, key)
     if key.finished_at is not None:
         return Claim(ClaimOutcome.FINISHED, key)
@@ -331,22 +267,17 @@ def _conflict(found: _Found, request: ClaimedRequest) -> Claim | None:
     return None
 
 
-def _conflict_with_holder(
-    parameters: Parameters, request: ClaimedRequest, using: str
-) -> Claim | None:
+def _holder_conflict(parameters: Parameters, request: ClaimedRequest, using: str) -> Claim | None:
+    if vendor(using) != "postgresql":
+        return None
     # Only plain runs set marks.
     locks = Hidden(
         lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint())
     )
-    held, another_request = fetch(HOLDER, Hidden(parameters.value | locks.value), using) or (
-        False,
-        False,
-    )
-    return (
-        Claim(ClaimOutcome.MISMATCH if another_request else ClaimOutcome.IN_PROGRESS)
-        if held
-        else None
-    )
+    row = fetch(HOLDER, Hidden(parameters.value | locks.value), using)
+    if row is None or not row[0]:
+        return None
+    return Claim(ClaimOutcome.MISMATCH if row[1] else ClaimOutcome.IN_PROGRESS)
 
 
 def _parameters(request: ClaimedRequest, using: str) -> Parameters:
@@ -357,12 +288,12 @@ def _parameters(request: ClaimedRequest, using: str) -> Parameters:
     return Hidden(
         lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
         | dict(zip(statements.REQUEST, _columns_of(request), strict=True))
-        | {
-            "user_id": user_id,
-            "request_headers": json.dumps(request.request_headers),
-            "claim_token": token_parameter(uuid.uuid4(), using),
-            "seed": random_seed(),
-            "event": HistoryEvent.CLAIMED,
-            "detail": "client",
-        }
+        | {"user_id": user_id, "request_headers": json.dumps(request.request_headers)}
+        | {"seed": random_seed()}
+        | _of_claim("client", using)
     )
+
+
+def _of_claim(claimant: str, using: str) -> dict[str, Any]:
+    token = token_parameter(uuid.uuid4(), using)
+    return {"claim_token": token, "event": HistoryEvent.CLAIMED, "detail": claimant}

@@ -14,9 +14,9 @@ from django.db.transaction import TransactionManagementError
 from django.db.utils import Error
 
 from idempotency._engine import claims, fence, savepoints
-from idempotency._engine.adapter import Outcome, Work
+from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
-from idempotency._engine.claims import Claim, ClaimedRequest, ClaimOutcome
+from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.several_databases import OtherTransactions
 from idempotency._engine.transactions import (
     First,

@@ -103,24 +103,21 @@ def fetch_key(text: str, parameters: Parameters, using: str) -> ClaimedKey | Non
     current claim."""
     sent = time.monotonic()
     row = Hidden(fetch(text, parameters, using))
-    if row.value is None:
-        return None
-    key = key_of_row(statements.READ, Hidden(row.value[:-2]), using)
-    age_seconds, ctid = row.value[-2:]
-    key.created_monotonic = created_monotonic(sent, age_seconds)
-    key.fence, key.ctid = key.claim_token, ctid
+    return None if row.value is None else claimed_key(statements.READ, row, sent, using)
+
+
+def claimed_key(
+    names: tuple[str, ...], row: Hidden[Any], sent: float, using: str, **known: Any
+) -> ClaimedKey:
+    """Return the key of a row with the columns ``names``, its age and its ctid. The row was read
+    after ``sent``, on this process's monotonic clock."""
+    key = key_of_row(names, Hidden(row.value[:-2]), using, **known)
+    age_seconds, key.ctid = row.value[-2:]
+    # The age ends at the start of the statement, which may have waited for a lock since. The key
+    # counts as too old rather than too young: a downstream service may have forgotten an old key.
+    key.created_monotonic = sent - age_seconds
+    key.fence = key.claim_token
     return key
-
-
-def created_monotonic(sent: float, age_seconds: float) -> float:
-    """Return the creation of a key on this process's monotonic clock, from the age that a statement
-    returned.
-
-    The age ends at the start of the statement, which may have waited for a lock since. The argument
-    ``sent`` is a time before that start, so the key counts as too old rather than too young: a
-    downstream service may have forgotten an old key.
-    """
-    return sent - age_seconds
 
 
 def read_own(key: ClaimedKey, *, using: str) -> ClaimedKey:

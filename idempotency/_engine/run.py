@@ -13,10 +13,10 @@ from django.db.utils import Error
 
 from idempotency import signals
 from idempotency._engine import claims, events, fence, rows
-from idempotency._engine.adapter import Outcome, Work
+from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.claims import ClaimedRequest, ClaimOutcome
+from idempotency._engine.claims import ClaimOutcome
 from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.phased_run import PhasedRun

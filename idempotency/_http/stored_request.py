@@ -22,7 +22,7 @@ from django.http import HttpRequest
 from django.utils.functional import SimpleLazyObject
 
 from idempotency import conf
-from idempotency._engine.claims import ClaimedRequest
+from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.replays import CannotRun
 from idempotency._hidden import Hidden
 from idempotency._http import fingerprint as fingerprints

@@ -11,10 +11,9 @@ from django.db import Error
 
 from idempotency import conf
 from idempotency._async import awaited
-from idempotency._engine.adapter import Outcome, Run
+from idempotency._engine.adapter import ClaimedRequest, Outcome, Run
 from idempotency._engine.attempts import Attempts, conflict
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.claims import ClaimedRequest
 from idempotency._engine.errors import connection_lost
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.history import HistoryEvent

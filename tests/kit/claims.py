@@ -4,8 +4,8 @@ from typing import Any
 
 from idempotency import conf
 from idempotency._engine import claims, fence
+from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.advisory_locks import lock_parameters
-from idempotency._engine.claims import ClaimedRequest
 from idempotency.models import IdempotencyKey
 
 POINTS = ("started", "paid")

@@ -27,8 +27,9 @@ from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 
 from idempotency import conf
 from idempotency._engine import claims, fence, rows
+from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.attempts import Wait
-from idempotency._engine.claims import Claim, ClaimedRequest, ClaimOutcome
+from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency.exceptions import LockLost
 from idempotency.models import STARTED, IdempotencyKey
 from idempotency.phases import ClaimedKey
