@@ -112,7 +112,8 @@ class Settings:
     COUNT_REQUESTS: bool = True
     #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a
     #: middleware would set, or returns a context manager that stays open for the run. It is called
-    #: before the view in the completer, and before ``on_abandon`` in the reaper.
+    #: before the view in the completer, and before ``on_abandon`` in the reaper. In a project with
+    #: several databases it also chooses the shard of an operation; then the request is None.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 
 

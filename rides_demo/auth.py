@@ -49,14 +49,16 @@ def rider_of_session(request: HttpRequest) -> User | None:
     return User.objects.filter(api_token_hash=User.hash_token(token), is_active=True).first()
 
 
-def prepare_request(request: HttpRequest, key: IdempotencyKey) -> None:
+def prepare_request(request: HttpRequest | None, key: IdempotencyKey) -> None:
     """Select the database of the key, and authenticate a request of the completer as its user.
 
     ``IDEMPOTENCY["PREPARE_REQUEST"]`` names this function. The completer has no token, so
-    the function sets an attribute of the request object, which a client cannot set.
+    the function sets an attribute of the request object, which a client cannot set. An operation
+    has no request.
     """
     sharding.prepare_request(request, key)
-    request.rider_of_key = request.user
+    if request is not None:
+        request.rider_of_key = request.user
 
 
 def _rider(request: HttpRequest) -> User | HttpResponse:

@@ -19,8 +19,9 @@ from idempotency._engine.adapter import Abandoned, RerunResult
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.replays import CannotRun, cause_of
+from idempotency._environment import Environment, in_environment
 from idempotency._http import responses, routes, stored_request
-from idempotency._http.environment import Environment, in_environment
+from idempotency._http.environment import enter_request
 from idempotency._http.options import OnAbandon, Options
 from idempotency._http.rebuilt import RebuiltRun
 from idempotency._http.view import rendered
@@ -32,7 +33,9 @@ class HttpAdapter:
     """The adapter of HTTP; see ``idempotency._engine.adapter``."""
 
     def with_stored_work(self, key: ClaimedKey, use: Callable[["StoredView"], Any]) -> Any:
-        return in_environment(key, lambda environment: use(StoredView(key, environment)))
+        return in_environment(
+            key, enter_request, lambda environment: use(StoredView(key, environment))
+        )
 
     def answer(self, value: HttpResponse) -> StoredResponse:
         """Clients stop retrying only after a stored 2xx or 4xx."""

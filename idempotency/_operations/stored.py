@@ -2,7 +2,12 @@
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+
+from django.conf import settings
+from django.db import connections
+from django.utils import translation
 
 from idempotency._async import FAILURES
 from idempotency._engine.adapter import Abandoned, RerunResult
@@ -10,6 +15,7 @@ from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.run import run_claimed
+from idempotency._environment import Environment, in_environment, prepare
 from idempotency._operations.definition import Definition, find
 from idempotency._operations.results import stored
 from idempotency._operations.work import OperationWork
@@ -21,7 +27,9 @@ class OperationAdapter:
     """The adapter of operations."""
 
     def with_stored_work(self, key: ClaimedKey, use: Callable[["StoredOperation"], Any]) -> Any:
-        return use(StoredOperation(key))
+        return in_environment(
+            key, _enter, lambda environment: use(StoredOperation(key, environment))
+        )
 
     def answer(self, value: Any) -> StoredResponse:
         """An operator answers with a JSON value, or with a Rejected."""
@@ -31,14 +39,22 @@ class OperationAdapter:
             raise ValueError(str(error)) from None
 
 
+def _enter(stack: ExitStack, environment: Environment, key: ClaimedKey) -> None:
+    """Let PREPARE_REQUEST choose the shard of the key, in a project with several databases. There
+    is no request."""
+    stack.enter_context(translation.override(settings.LANGUAGE_CODE))
+    if len(list(connections)) > 1:
+        prepare(stack, None, key)
+
+
 class StoredOperation:
     """The operation of a stored key."""
 
     is_whole = True
     hides_errors = False
 
-    def __init__(self, key: ClaimedKey) -> None:
-        self._key = key
+    def __init__(self, key: ClaimedKey, environment: Environment) -> None:
+        self._key, self._environment = key, environment
         self._definition: Definition | None = find(key.request_path)
 
     def _arguments(self) -> bytes:
@@ -68,6 +84,8 @@ class StoredOperation:
         )
 
     def run(self) -> RerunResult:
+        if (failure := self._environment.failure) is not None:
+            return RerunResult(error_text(failure), error=failure)
         if (obstacle := self._obstacle()) is not None:
             return RerunResult(f"The completer cannot run this: {obstacle[1]}", stuck=obstacle)
         definition: Any = self._definition

@@ -14,9 +14,8 @@ from django.db.models import Q
 
 from idempotency import conf
 from idempotency._engine import rows
-from idempotency._http.environment import in_environment
+from idempotency._engine.adapter import with_stored_work
 from idempotency._http.responses import stored_headers
-from idempotency._http.routes import has_on_abandon
 from idempotency._http.stored_request import can_rebuild
 from idempotency._states import ABANDONED_AFTER_LEASES, IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
@@ -43,9 +42,7 @@ COME_BACK = (409, 425, 429)
 
 def _has_on_abandon(found: IdempotencyKey) -> bool:
     key = rows.read(found.pk, using=str(found._state.db))
-    return key is not None and in_environment(
-        key, lambda environment: environment.failure is None and has_on_abandon(key)
-    )
+    return key is not None and with_stored_work(key, lambda work: bool(work.has_on_abandon()))
 
 
 class Stage:

@@ -400,3 +400,21 @@ def test_a_key_that_was_refused_before_its_first_call_is_not_too_old_for_it(bank
 def test_a_scope_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="99 characters"):
         note.by(get_user_model()(pk=1), scope="x" * 100)
+
+
+def prepare_shard(request: Any, key: IdempotencyKey) -> None:
+    PREPARED.append((request, key._state.db))
+
+
+PREPARED: list[Any] = []
+
+
+def test_the_completer_lets_the_project_choose_the_shard(settings: Any, bank: Bank) -> None:
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        charge.once("key", name="one", cents=1)
+    bank.after = lambda: None
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": f"{__name__}.prepare_shard"}
+    PREPARED.clear()
+    assert complete_key(IdempotencyKey.objects.get().pk) == "finished"
+    assert PREPARED == [(None, "default")]

@@ -1,0 +1,94 @@
+"""The environment of a stored key: what a project sets before code of it runs for the key.
+
+A process without clients runs no middleware. All code of a project that it runs for a key runs in
+this environment.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass
+from inspect import isasyncgen, isgenerator
+from typing import Any, TypeVar
+
+from django.utils import timezone
+
+from idempotency import conf
+from idempotency._async import FAILURES, awaited
+from idempotency._boundary import boundary
+from idempotency._engine import events
+from idempotency._engine.claimed_key import ClaimedKey
+from idempotency._engine.hung import watched_key
+
+logger = logging.getLogger("idempotency")
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, repr=False)
+class Environment:
+    """The request that an adapter has rebuilt, or the error that prevented the environment.
+
+    After a ``failure`` no code of the project may run for the key: the environment could be that of
+    another tenant.
+    """
+
+    #: None if the request could not be rebuilt, and for an operation.
+    request: Any = None
+    #: Whether PREPARE_REQUEST has set the sender of the request.
+    sender_set: bool = False
+    failure: BaseException | None = None
+
+    def required(self) -> Any:
+        """Return the rebuilt request. Raises ``failure``."""
+        if self.failure is not None:
+            raise self.failure
+        return self.request
+
+
+Enter = Callable[[ExitStack, Environment, ClaimedKey], None]
+
+
+def in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment], Result]) -> Result:
+    """Call ``work`` in the environment that ``enter`` makes, and return its result. On return
+    nothing of the environment is left: its context variables are unset, its context manager is
+    closed, and the connections are checked. An error that prevents the environment is its
+    ``failure``; an error at its end is logged."""
+    return copy_context().run(_in_environment, key, enter, work)
+
+
+def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment], Result]) -> Result:
+    environment, raised, results = Environment(), None, []
+    try:
+        with watched_key(key), boundary(), ExitStack() as stack, timezone.override(None):
+            try:
+                enter(stack, environment, key)
+            except FAILURES as error:
+                environment.failure = error
+            try:
+                results.append(work(environment))
+            except BaseException as error:
+                # The context manager of PREPARE_REQUEST might suppress it.
+                raised = error
+    except FAILURES:
+        text = "the context manager of PREPARE_REQUEST failed after key %s"
+        logger.exception(text, key.key_hash, extra=events.about(key))
+    if raised is not None:
+        raise raised
+    return results[0]
+
+
+def prepare(stack: ExitStack, request: Any, key: ClaimedKey) -> None:
+    """Call PREPARE_REQUEST, and enter the context manager that it returns, if it is one."""
+    if (named := conf.get().PREPARE_REQUEST) is None:
+        return
+    returned = awaited(conf.named(named)(request, key))
+    if hasattr(type(returned), "__enter__"):
+        stack.enter_context(returned)
+    elif isgenerator(returned) or isasyncgen(returned) or hasattr(type(returned), "__aenter__"):
+        raise TypeError(
+            "IDEMPOTENCY['PREPARE_REQUEST'] must be a function that returns None, or a context"
+            " manager for `with`: decorate a generator function with contextlib.contextmanager. It"
+            f" returned {type(returned).__name__}."
+        )
