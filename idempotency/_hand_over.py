@@ -79,8 +79,8 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
         except FAILURES as error:
             batch.results |= dict.fromkeys((job.pk for job in jobs), error)
             return
-        if getattr(backend, "runs_functions", False):
-            batch.results |= not_allowed(jobs)
+        by_name = getattr(backend, "runs_functions", False)
+        batch.results |= not_allowed([job for job in jobs if by_name or job.operation])
         jobs = [job for job in jobs if job.pk not in batch.results]
         if jobs:
             batch.offered += jobs

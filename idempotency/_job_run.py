@@ -11,12 +11,16 @@ from django.db import Error, InterfaceError, connections, router
 
 from idempotency._engine.errors import connection_lost, sqlstate_of
 from idempotency._hidden import Hidden
+from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text, storable
-from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.exceptions import InProgress, Unavailable, Unfinished
+from idempotency.inbox import STAGED_JOBS, process_once, took_effect
 from idempotency.models import ProcessedMessage
 
 logger = logging.getLogger("idempotency")
 
+#: The exceptions of operations after which the same call may succeed.
+RETRIED = (InProgress, Unavailable, Unfinished)
 #: The SQLSTATEs of a session that the server ended at a limit of time, and of limits of memory and
 #: of temporary files. The same run of the same job exceeds them again.
 _LIMITS = ("25P03", "25P04", "53200", "53400")
@@ -30,8 +34,18 @@ def job_run(name: str, job_id: str, using: str | None) -> Iterator[bool]:
     On return the work is committed, and each on_commit hook of the job was called once. A hook that
     raised is logged and recorded in the row of the inbox, and the others were called too. The next
     delivery would call none of them.
+
+    The job of a staged operation runs outside of that transaction, because the operation commits
+    its own ones, and its key makes a repeat harmless. The row is inserted after it.
     """
     alias = using or router.db_for_write(ProcessedMessage)
+    if name == STAGED_OPERATION:
+        first = not took_effect(STAGED_JOBS, [job_id], using=alias)
+        yield first
+        if first:
+            with process_once(STAGED_JOBS, job_id, using=alias):
+                pass
+        return
     own = not connections[alias].in_atomic_block
     with process_once(STAGED_JOBS, job_id, using=alias) as first:
         yield first
@@ -39,9 +53,16 @@ def job_run(name: str, job_id: str, using: str | None) -> Iterator[bool]:
             _guard_hooks(name, job_id, alias)
 
 
+def is_uncounted(error: BaseException, using: str | None) -> bool:
+    """Return whether the run of a job does not count as a try: the database was unavailable, or an
+    operation asks for a retry. An operation that exceeds a time limit would exceed it again."""
+    if isinstance(error, RETRIED):
+        return getattr(error, "code", "") != "time_limit_exceeded"
+    return is_outage(error, using)
+
+
 def is_outage(error: BaseException, using: str | None) -> bool:
-    """Return whether the database was unavailable, so that the run of the job does not count as a
-    try."""
+    """Return whether the database was unavailable."""
     if (
         not isinstance(error, Error)
         or isinstance(error, InterfaceError)

@@ -230,12 +230,12 @@ def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log
         counts["failed" if failed else "refused"] += len(jobs)
         for job in jobs:
             if failed:
-                logger.error("staged job %s (%s) has failed: %s", job.pk, job.job_name, text)
+                logger.error("staged job %s (%s) has failed: %s", job.pk, job.label, text)
             elif refusals == 1:
                 # The job leaves the backlog for hours or days. One error may concern many jobs.
-                about = f"{job.job_name}: {text.partition(chr(10))[0]}"
+                about = f"{job.label}: {text.partition(chr(10))[0]}"
                 warning = "staged job %s (%s) was refused, and is offered again in %d s: %s"
-                log.warn_once("refused", about, warning, job.pk, job.job_name, wait, text)
+                log.warn_once("refused", about, warning, job.pk, job.label, wait, text)
     return counts
 
 

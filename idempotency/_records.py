@@ -11,6 +11,8 @@ from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import gettext_noop
 
+#: The name of staged jobs that call an operation. Their arguments name it.
+STAGED_OPERATION = "idempotency.operations.run_staged"
 #: The condition of messages of jobs whose on_commit hooks raised.
 HOOKS_FAILED = ~Q(hook_error="")
 
@@ -108,7 +110,18 @@ class StagedJob(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.job_name} {self.id}"
+        return f"{self.label} {self.id}"
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation that the job calls; empty for other jobs."""
+        calls_one = self.job_name == STAGED_OPERATION and isinstance(self.job_args, dict)
+        return str(self.job_args.get("operation", "")) if calls_one else ""
+
+    @property
+    def label(self) -> str:
+        """The name that lists and log lines show."""
+        return f"operation {self.operation}" if self.operation else self.job_name
 
 
 class ProcessedMessage(models.Model):

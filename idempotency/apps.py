@@ -1,6 +1,7 @@
 """The Django application."""
 
 import logging
+import sys
 
 from django.apps import AppConfig
 from django.core.signals import request_started
@@ -32,3 +33,5 @@ class IdempotencyConfig(AppConfig):
             atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests"
         )
         autodiscover_modules("operations")
+        if "celery" in sys.modules:  # Its workers must know the task of staged operations.
+            from idempotency.contrib import celery  # noqa: F401

@@ -102,8 +102,9 @@ class NoOpenTransaction(IdempotencyError):
 
 
 class JobNotAllowed(IdempotencyError, ValueError):
-    """The name of the job does not refer to a function or task that may run. Correct the name, or
-    add the function's module to IDEMPOTENCY["JOB_MODULES"]. A Celery task must be registered."""
+    """The name of the job does not refer to a function, task or operation that may run. Correct the
+    name, or add the function's module to IDEMPOTENCY["JOB_MODULES"]. A Celery task must be
+    registered, and an operation must be in a module operations.py of an app."""
 
 
 class MessageInProgress(IdempotencyError):

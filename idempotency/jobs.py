@@ -23,12 +23,16 @@ from idempotency import conf
 from idempotency._async import FAILURES, awaited
 from idempotency._engine.phased_run import current_key
 from idempotency._hidden import Arguments, Hidden
+from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text, refuse_unstorable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
 from idempotency.models import StagedJob
 
 #: The modules and packages of installed apps that may define functions of jobs by default.
 JOB_NAMES = frozenset({"jobs", "tasks", "operations"})
+
+#: The names of the operations that were registered at the start of the project.
+OPERATIONS: set[str] = set()
 
 JobArgs = dict[str, Any] | list[Any]
 
@@ -104,15 +108,19 @@ def shard_of(job: StagedJob) -> str | None:
     return job._state.db if len(list(connections)) > 1 else None
 
 
-def call_job(name: str, args: JobArgs) -> Any:
+def call_job(name: str, args: JobArgs, *, using: str | None = None) -> Any:
     """Call the function or Django task of a delivered job with its arguments, and return its
     result.
 
-    Workers call it inside ``process_once(STAGED_JOBS, job_id)``.
+    Workers call it inside ``process_once(STAGED_JOBS, job_id)``; the job of a staged operation they
+    call outside of any transaction. ``using`` is the database of its staged row.
     Raises JobNotAllowed if JOB_MODULES does not permit the function.
     Raises TypeError for a generator function.
     """
-    given = Arguments((), args) if isinstance(args, dict) else Arguments(args, {})
+    if name == STAGED_OPERATION:
+        given = Arguments((), {**dict(args), "using": using})
+    else:
+        given = Arguments((), args) if isinstance(args, dict) else Arguments(args, {})
     del args
     # Await a coroutine here: after the COMMIT of the inbox it would never run.
     result = awaited(given.passed_to(function_of(name)))
@@ -141,9 +149,10 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def refuse_module(name: str, module: str | None) -> None:
-    """Raise JobNotAllowed unless JOB_MODULES permits the module."""
+    """Raise JobNotAllowed unless JOB_MODULES permits the module, or the job calls an operation: it
+    can call only registered ones."""
     listed = conf.get().JOB_MODULES
-    if not (
+    if name != STAGED_OPERATION and not (
         _is_of_jobs(str(module))
         if listed is None
         else any(f"{module}.".startswith(f"{root}.") for root in listed)
@@ -168,19 +177,34 @@ def _is_of_jobs(module: str) -> bool:
     return any(not JOB_NAMES.isdisjoint(path.split(".")) for path in inside)
 
 
+def refuse_operation(name: str) -> None:
+    """Raise JobNotAllowed unless the operation was registered at the start of the project."""
+    if name not in OPERATIONS:
+        raise JobNotAllowed(
+            f"The running code has no operation {name!r} in a module operations.py of an installed"
+            " app, so no worker can run it. Move it there, or restore its name."
+        )
+
+
 def not_allowed(jobs: Sequence[StagedJob]) -> dict[UUID, Exception]:
-    """For each job whose function may not run, map the id of the job to the error. Each name is
-    looked up once."""
-    problems: dict[str, Exception] = {}
-    for name in {job.job_name for job in jobs}:
+    """For each job whose function or operation may not run, map the id of the job to the error.
+    Each name is looked up once."""
+    problems: dict[tuple[str, str], Exception] = {}
+    for name, operation in {(job.job_name, job.operation) for job in jobs}:
         try:
             # A query of the module may fail. Without a savepoint, the open transaction would be
             # lost.
             with transaction.atomic(using=jobs[0]._state.db):
                 function_of(name)
+            if operation:
+                refuse_operation(operation)
         except (JobNotAllowed, Error) as error:
-            problems[name] = error
-    return {job.pk: problems[job.job_name] for job in jobs if job.job_name in problems}
+            problems[name, operation] = error
+    return {
+        job.pk: problems[job.job_name, job.operation]
+        for job in jobs
+        if (job.job_name, job.operation) in problems
+    }
 
 
 def backend_path(queue: str) -> str | None:

@@ -24,6 +24,7 @@ from typing import (
 )
 
 from asgiref.sync import SyncToAsync, ThreadSensitiveContext
+from django.contrib.auth import get_user_model
 from django.db import connections
 
 from idempotency._async import in_thread
@@ -32,11 +33,9 @@ from idempotency._operations.call import MAX_SCOPE, refuse_key, run
 from idempotency._operations.definition import Definition, Retention, find, register
 from idempotency._operations.results import encoded
 from idempotency._operations.steps import ServiceCall, Step, Steps
-from idempotency.exceptions import (
-    JobNotAllowed,
-    Rejected,
-)
-from idempotency.jobs import stage_job
+from idempotency._records import STAGED_OPERATION
+from idempotency.exceptions import Rejected
+from idempotency.jobs import refuse_operation, stage_job
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -44,9 +43,6 @@ logger = logging.getLogger("idempotency")
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Made = TypeVar("Made")
-
-#: The job of ``Operation.stage``. Workers run it outside the inbox, because its key is the inbox.
-STAGED_OPERATION = "idempotency.operations.run_staged"
 
 
 def keyed(
@@ -136,20 +132,22 @@ class Operation(Generic[Given, Result]):
             return cast(Result, await in_thread(_without_leftovers, call))
 
     def stage(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> StagedJob:
-        """Stage a job in the open transaction that calls the operation once after COMMIT.
+        """Stage a job in the open transaction that calls the operation once after COMMIT. Its
+        result, or its refusal, is stored in the key: ``once`` with the same key returns it.
 
         Raises the errors of ``once`` for arguments and keys.
         Raises NoOpenTransaction outside a transaction.
+        Raises JobNotAllowed if the operation is not in a module ``operations.py`` of an app.
         """
         refuse_key(key)
+        refuse_operation(name := self._definition.name)
         named = self._named(args, kwargs)
-        name = self._definition.name
         encoded(named.value, f"The arguments of {name}")
         job: Hidden[dict[str, Any]] = Hidden({"operation": name, "key": key})
-        del key
+        del key, args, kwargs
         job.value["arguments"] = named.value
         if self._scope:
-            job.value |= {"scope": self._scope, "user_id": self._user_id}
+            job.value |= {"scope": self._scope, "user_id": self._user_id and str(self._user_id)}
         return stage_job(STAGED_OPERATION, job.value)
 
     if not TYPE_CHECKING:
@@ -245,20 +243,24 @@ def operation(
 
 
 def run_staged(
-    operation: str, key: str, arguments: dict[str, Any], scope: str = "", user_id: Any = None
+    operation: str,
+    key: str,
+    arguments: dict[str, Any],
+    scope: str = "",
+    user_id: Any = None,
+    using: str | None = None,
 ) -> Any:
-    """Run the operation of a staged job. Its refusal is a result, too: the job has done its work.
+    """Run the operation of a staged job; ``using`` is the database of its row. A refusal is a
+    result, too: the job has done its work.
 
     Raises the errors of ``Operation.once``, and JobNotAllowed for an unknown name.
     """
-    definition, hidden = find(operation), (Hidden(key), Hidden(arguments))
+    given = Hidden(key), Hidden(arguments), scope, get_user_model()._meta.pk.to_python(user_id)
     del key, arguments
-    if definition is None:
-        raise JobNotAllowed(f"The running code has no operation {operation!r}.")
-    staged: Operation[Any, Any] = Operation(definition, definition.steps.last.function)
-    staged._scope, staged._user_id = scope, user_id
+    refuse_operation(operation)
+    definition: Any = find(operation)
     try:
-        return staged._run(*hidden)
+        return run(definition, *given, using=definition.using or using)
     except Rejected as why:
         logger.info("the staged operation %s was rejected: %s", operation, why.code)
         return None

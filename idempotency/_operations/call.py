@@ -39,6 +39,7 @@ def run(
     named: Hidden[dict[str, Any]],
     scope: str,
     user_id: Any,
+    using: str | None = None,
 ) -> Any:
     """Run an operation, continue it, or return its stored result; see ``Operation.once``."""
     refuse_key(key.value)
@@ -46,7 +47,7 @@ def run(
         raise RuntimeError(_LATE.format(definition.name))
     work = OperationWork(definition, _body(definition, named))
     request = work.claimed_request(key.value, scope, user_id)
-    using, phased = definition.alias, definition.steps.is_phased
+    using, phased = using or definition.alias, definition.steps.is_phased
     is_nested = in_outer_transaction(using)
     if phased and is_nested:
         raise RuntimeError(_IN_TRANSACTION.format(definition.name))

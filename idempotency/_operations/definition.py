@@ -8,6 +8,7 @@ from django.db import router
 
 from idempotency import conf
 from idempotency._operations.steps import Steps
+from idempotency.jobs import OPERATIONS
 from idempotency.models import IdempotencyKey
 
 Retention = int | Literal["forever"] | None
@@ -84,6 +85,8 @@ def register(definition: Definition) -> None:
         )
     if not (apps.ready and definition.steps.is_phased):
         _operations[definition.name] = definition
+    if not apps.ready:
+        OPERATIONS.add(definition.name)
 
 
 def find(name: str) -> Definition | None:

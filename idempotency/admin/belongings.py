@@ -158,7 +158,7 @@ def _jobs(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked
         state = _state_of_job(job, error, processed.get(str(job.pk)), key.read_at)
         rows.append(
             Row(
-                job.job_name,
+                job.label,
                 admin_url(site, request, StagedJob, job.pk),
                 state,
                 job.failed_at is not None,

@@ -27,7 +27,7 @@ class _OfJobs(BulkAction):
         return (row.failed_at,)
 
     def group(self, row: Any) -> Group:
-        return Group(row.job_name, group_of(row.last_error))
+        return Group(row.label, group_of(row.last_error))
 
 
 class Retry(_OfJobs):

@@ -62,7 +62,7 @@ class StagedJobAdmin(BulkAdmin):
     failed jobs."""
 
     list_display = (
-        "job_name",
+        "label",
         "state",
         "hand_overs",
         "refusals",
@@ -76,7 +76,7 @@ class StagedJobAdmin(BulkAdmin):
     search_fields = ("id",)
     search_help_text = _("The id of a job, or the id of the row of its key.")
     fields = (
-        "job_name",
+        "label",
         "arguments",
         "queue",
         "state",
@@ -106,6 +106,11 @@ class StagedJobAdmin(BulkAdmin):
         except ValueError:
             key = row_id(search_term)
         return (queryset.none() if key is None else queryset.filter(idempotency_key=key)), False
+
+    @admin.display(description=_("job name"), ordering="job_name")
+    def label(self, job: StagedJob) -> str:
+        """Return the name of the job, or of the operation that it calls."""
+        return job.label
 
     @admin.display(description=_("state"))
     def state(self, job: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from amqp.exceptions import ConnectionError as LostConnection  # type: ignore[import-untyped]
 from asgiref.sync import async_to_sync
-from celery import Celery, Task, current_app
+from celery import Celery, Task, current_app, shared_task
 from celery.exceptions import Ignore, Reject, Retry, TimeLimitExceeded
 from celery.worker.request import Request
 from celery.worker.state import task_ready
@@ -24,11 +24,12 @@ from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency._async import in_own_context
 from idempotency._hidden import Arguments, Hidden
-from idempotency._job_run import is_outage, job_run
+from idempotency._job_run import RETRIED, is_uncounted, job_run
+from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
-from idempotency.jobs import refuse_generator, refuse_module, shard_of
+from idempotency.jobs import call_job, refuse_generator, refuse_module, shard_of
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -85,16 +86,31 @@ class OnceRequest(Request):  # type: ignore[misc]
             super().on_failure(exc_info, **options)
 
 
+#: The options of a task that calls an operation: ``@shared_task(**RETRIES)``. The broker keeps the
+#: message until the task has run, also if its process is killed. If the operation is in progress,
+#: unavailable or unfinished, the task is retried without limit, after waits of up to ten minutes.
+RETRIES: dict[str, Any] = {
+    "acks_late": True,
+    "reject_on_worker_lost": True,
+    "Request": OnceRequest,
+    "autoretry_for": RETRIED,
+    "retry_backoff": True,
+    "max_retries": None,
+}
+
+
 class OnceTask(Task):  # type: ignore[misc]
-    """A Celery task that takes effect once per task id: ``@shared_task(base=OnceTask)``.
+    """A Celery task that takes effect once per task id: ``@shared_task(base=OnceTask)``. A task
+    that calls a phased operation needs ``RETRIES`` instead, because such an operation cannot run in
+    the transaction of the inbox.
 
     It runs in one transaction with its row in the inbox; the function may be ``async def``. If it
     raises, the transaction is rolled back, and the task is retried ``max_retries`` times, after
-    waits that double up to an hour. While the database is unavailable, the task is retried without
-    limit. An error of a time limit counts as a try. The method ``self.retry()`` works as in any
-    task; ``autoretry_for`` works unless the task is async. If another delivery of the same task is
-    running, the message returns to the broker. Tasks that this task calls directly are part of its
-    run.
+    waits that double up to an hour. While the database is unavailable, or while another run of an
+    operation that it calls is in progress, the task is retried without limit. An error of a time
+    limit counts as a try. The method ``self.retry()`` works as in any task; ``autoretry_for`` works
+    unless the task is async. If another delivery of the same task is running, the message returns
+    to the broker. Tasks that this task calls directly are part of its run.
 
     A hook of ``transaction.on_commit()`` that raises does not fail the task, whose work is
     committed. The error is logged and recorded in the inbox, and the hook is not called again.
@@ -151,7 +167,7 @@ class OnceTask(Task):  # type: ignore[misc]
                 # After the last try, a CancelledError would end the worker, and the message would
                 # return to the broker.
                 reason = RuntimeError(error_text(reason))
-            if reason and is_outage(reason, request.value.get(SHARD_HEADER)):
+            if reason and is_uncounted(reason, request.value.get(SHARD_HEADER)):
                 raise self._uncounted_retry(request, reason) from error
             raise self.retry(exc=reason, countdown=min(2**request.value.retries, 3600)) from error
         if not first and (request.value.callbacks or request.value.chain or request.value.chord):
@@ -182,7 +198,7 @@ class OnceTask(Task):  # type: ignore[misc]
             raise Reject(error.reason, requeue=True) from error
 
     def _uncounted_retry(self, request: Hidden[Any], reason: BaseException) -> Any:
-        """Retry without counting a try; the wait doubles with each run that has met the outage."""
+        """Retry without counting a try; the wait doubles with each such run."""
         outages, tries = request.value.get(_OUTAGES_HEADER) or 0, request.value.retries
         # Celery adds one.
         request.value.retries = (
@@ -200,6 +216,15 @@ class OnceTask(Task):  # type: ignore[misc]
             return await awaitable
         finally:
             self.request_stack.pop()
+
+
+@shared_task(bind=True, base=OnceTask, name=STAGED_OPERATION)  # type: ignore[untyped-decorator]
+def run_operation(self: OnceTask, **job_args: Any) -> Any:
+    """Call the operation of a staged job. ``OnceTask`` runs this task outside of the transaction of
+    the inbox."""
+    given, shard = Hidden(job_args), self.request.get(SHARD_HEADER)
+    del job_args
+    return call_job(STAGED_OPERATION, given.value, using=shard)
 
 
 class CeleryBackend(OneByOne):

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
-from django.db import Error
 from django_rq import settings as django_rq_settings
 from django_rq.connection_utils import get_connection
 from django_rq.queues import get_queue, get_result_ttl
@@ -23,9 +22,9 @@ from rq import Queue, Retry, get_current_job
 
 from idempotency._async import in_own_context
 from idempotency._hidden import Hidden
-from idempotency._job_run import is_outage, job_run
+from idempotency._job_run import is_uncounted, job_run
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, HandOverResult
-from idempotency.exceptions import MessageInProgress
+from idempotency.exceptions import InProgress, MessageInProgress, Unfinished
 from idempotency.jobs import JobArgs, call_job, shard_of
 from idempotency.models import StagedJob
 
@@ -62,14 +61,19 @@ _PAUSE_SECONDS = 1
 #: The name of the number of runs without a database, in the data of a job of RQ.
 _OUTAGES = "idempotency_outages"
 
+#: The options of a job that calls an operation: ``@job("default", **RETRIES)``. If the job raises,
+#: or its worker dies, it is retried twelve times within 2.3 hours.
+RETRIES: dict[str, Any] = {
+    "retry": Retry(max=12, interval=[1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 2400, 3600])
+}
+
 
 class RQBackend:
     """Hand staged jobs to RQ with their ids. The worker runs each job through the inbox."""
 
     runs_functions = True
     uses_database = False
-    #: If a job raises or its worker dies, it is retried twelve times within 2.3 hours.
-    retry = Retry(max=12, interval=[1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 2400, 3600])
+    retry: Retry = RETRIES["retry"]
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
         """Enqueue ``jobs`` in one MULTI/EXEC: all or none.
@@ -105,7 +109,7 @@ class RQBackend:
                 run_once,
                 args=[job.job_name, job.job_args, str(job.pk), *shard],
                 job_id=str(job.pk),
-                description=f"{job.job_name} (staged)",
+                description=f"{job.label} (staged)",
                 result_ttl=result_ttl,
                 retry=self.retry,
             )
@@ -151,27 +155,27 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
     """Run a job through the inbox and return its result; a second hand-over does nothing.
 
     If the job raises or returns a Retry, it is rolled back, and RQ retries it. While another
-    delivery runs, or while the database is unavailable, RQ retries the job without counting a try.
+    delivery runs, while the database is unavailable, or while an operation is not finished, RQ
+    retries the job without counting a try.
     """
     given = Hidden(job_args)
     del job_args
     try:
         with job_run(job_name, job_id, using) as first:
-            result = call_job(job_name, given.value) if first else None
+            result = call_job(job_name, given.value, using=using) if first else None
             if isinstance(result, Retry):
                 raise _AskedToComeBack(result)
     except _AskedToComeBack as asked:
         return asked.args[0]
     except MessageInProgress:
         return _uncounted(outage=False)
-    except Error as error:
-        if not is_outage(error, using):
+    except Exception as error:
+        if not is_uncounted(error, using):
             raise
+        unfinished = isinstance(error, InProgress | Unfinished)
+        reason = "an operation is not finished" if unfinished else "the database is unavailable"
         logger.warning(
-            "the database is unavailable for the job %s (%s), which is retried: %s",
-            job_id,
-            job_name,
-            error,
+            "%s for the job %s (%s), which is retried: %s", reason, job_id, job_name, error
         )
         return _uncounted(outage=True)
     return result

@@ -163,4 +163,4 @@ def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None 
     del job_args
     with job_run(job_name, job_id, using) as first:
         if first:
-            call_job(job_name, given.value)
+            call_job(job_name, given.value, using=using)

@@ -97,9 +97,7 @@ class Command(BaseCommand):
             error = " ".join(job.last_error.split())[:120]
             counts = f"{job.hand_overs} hand-overs  {job.refusals} refusals"
             self.stdout.write(
-                escaped(
-                    f"{state}  {job.pk}  {counts}  {job.queue}  {job.job_name}  {error}".rstrip()
-                )
+                escaped(f"{state}  {job.pk}  {counts}  {job.queue}  {job.label}  {error}".rstrip())
             )
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
