@@ -93,7 +93,8 @@ class Operation(Generic[Given, Result]):
     def by(self, user: Any, *, scope: str = "") -> "Operation[Given, Result]":
         """Return this operation for keys that ``user`` chose: each user has keys of their own. The
         user is stored and shown. Permissions are for the caller to check, before each call."""
-        bound: Operation[Given, Result] = Operation(self._definition, self.function)
+        bound: Operation[Given, Result] = object.__new__(type(self))
+        vars(bound).update(vars(self))
         bound._scope, bound._user_id = scope or f"user:{user.pk}", user.pk
         if len(bound._scope) > MAX_SCOPE:
             raise ValueError(f"A scope has at most {MAX_SCOPE} characters.")

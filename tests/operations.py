@@ -108,6 +108,8 @@ def charge(made: int, /, *, name: str, cents: int) -> dict[str, Any]:
 def told(key: str, *, name: str, cents: int) -> dict[str, Any]:
     if cents == 402:
         raise Rejected("unknown address")
+    if cents == 501:
+        return {"told": bank}
     return {"told": bank.transfer(key, cents)}
 
 

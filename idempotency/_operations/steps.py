@@ -7,7 +7,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from idempotency._async import awaited
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency.exceptions import Rejected
+from idempotency.exceptions import KeyStuck, Rejected
 from idempotency.models import FINISHED, STARTED
 
 Given = ParamSpec("Given")
@@ -41,6 +41,8 @@ class ServiceCall(Generic[Given, Made]):
                     once.record({"value": awaited(function(once.key, **given()))})
                 except Rejected as why:  # It took no effect, and a later attempt must not call.
                     once.record({"rejected": why.args})
+        if not isinstance(once.result, dict):  # The value was no JSON: its description is stored.
+            raise KeyStuck(f"The call {self.name!r} was made, and returned {once.result}.")
         if "rejected" in once.result:
             raise Rejected(*once.result["rejected"])
         return once.result["value"]

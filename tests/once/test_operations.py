@@ -188,6 +188,15 @@ def test_a_call_is_made_at_most_once(bank: Bank) -> None:
             tell.once("key 3", name="three", cents=402)
 
 
+def test_the_value_of_a_call_at_most_once_that_is_no_json_is_for_a_person(bank: Bank) -> None:
+    with pytest.raises(Unfinished) as caught:
+        tell.once("key", name="one", cents=501)
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(InterventionRequired):
+        tell.once("key", name="one", cents=501)
+    assert "Bank object" in IdempotencyKey.objects.get().stuck_reason
+
+
 def test_a_chain_of_calls(bank: Bank) -> None:
     assert ship.once("key", name="one", cents=5) == {"told": 1}
     assert names() == ["booked one", "paid one 0", "shipped one"]
