@@ -60,6 +60,11 @@ def run(
             limit = exceeded_time_limit(error)
             code = "time_limit_exceeded" if limit else "database_unavailable"
             raise Unavailable(code=code) from error
+        if work.is_finished:
+            raise RuntimeError(
+                "A hook of transaction.on_commit() raised this exception after the result was"
+                " stored. The next call returns the result."
+            ) from error
         if work.is_unfinished:
             raise Unfinished from error
         raise

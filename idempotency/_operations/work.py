@@ -62,6 +62,11 @@ class OperationWork:
         self.is_committed = False
 
     @property
+    def is_finished(self) -> bool:
+        """Whether a run has stored its result, although an error followed."""
+        return isinstance(self.run, PhasedRun) and self.run.finished
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether a run has begun something, and has left the key to the completer."""
         run = self.run

@@ -427,3 +427,13 @@ def test_the_completer_lets_the_project_choose_the_shard(settings: Any, bank: Ba
     PREPARED.clear()
     assert complete_key(IdempotencyKey.objects.get().pk) == "finished"
     assert PREPARED == [(None, "default")]
+
+
+def test_a_hook_that_fails_after_the_last_commit_is_no_failure_of_the_operation(
+    bank: Bank,
+) -> None:
+    bank.inside = lambda: transaction.on_commit(broken)
+    with pytest.raises(RuntimeError, match="after the result was stored"):
+        charge.once("key", name="one", cents=1)
+    assert charge.once("key", name="one", cents=1) == {"transfer": 0}
+    assert Account.objects.count() == 1
