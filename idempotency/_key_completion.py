@@ -16,8 +16,8 @@ from idempotency._engine import claims, decisions, events, fence, rows
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import accepts_writes, connection_lost
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.phased_run import FinalState
-from idempotency._engine.transactions import require_no_transaction
 from idempotency._states import completer_delay_seconds, due_at
 from idempotency._text import summary
 from idempotency.exceptions import WAITS_FOR_DEPLOY, LockLost, NotReplicated, StuckCode

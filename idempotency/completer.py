@@ -11,7 +11,7 @@ from functools import partial
 
 from django.db import connections, router
 
-from idempotency._engine.transactions import require_no_transaction
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._key_completion import AbandonedKeys, complete_by_id
 from idempotency.models import IdempotencyKey
 

@@ -27,7 +27,8 @@ from idempotency._engine import replication
 from idempotency._engine.cursors import changed_rows, own_cursor
 from idempotency._engine.errors import has_ended
 from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
-from idempotency._engine.transactions import MARKER, require_autocommit
+from idempotency._engine.outer_transactions import require_autocommit
+from idempotency._engine.transactions import MARKER
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 

@@ -27,7 +27,7 @@ from idempotency import signals
 from idempotency._engine import decisions, events, replication, rows
 from idempotency._engine.adapter import HTTP, adapter_of
 from idempotency._engine.decisions import Decision
-from idempotency._engine.transactions import require_no_transaction
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._records import HOOKS_FAILED
 from idempotency.completer import complete_key
 from idempotency.exceptions import MessageInProgress

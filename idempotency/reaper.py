@@ -41,7 +41,8 @@ from django.db.models.functions import Cast, Now, Replace
 from idempotency._abandonment import settle
 from idempotency._engine.aliases import fields_elsewhere
 from idempotency._engine.errors import sqlstate_of
-from idempotency._engine.transactions import durable_transaction, require_autocommit
+from idempotency._engine.outer_transactions import require_autocommit
+from idempotency._engine.transactions import durable_transaction
 from idempotency._states import held
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated

@@ -19,7 +19,8 @@ from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import drop_connection
-from idempotency._engine.transactions import durable_transaction, require_no_transaction
+from idempotency._engine.outer_transactions import require_no_transaction
+from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 

@@ -7,8 +7,8 @@ from django.db import transaction
 from django.dispatch import Signal
 
 from idempotency import signals
+from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._engine.rows import read
-from idempotency._engine.transactions import in_outer_transaction
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")

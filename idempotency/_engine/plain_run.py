@@ -17,13 +17,9 @@ from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimOutcome
+from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._engine.several_databases import OtherTransactions
-from idempotency._engine.transactions import (
-    First,
-    OwnTransaction,
-    durable_transaction,
-    in_outer_transaction,
-)
+from idempotency._engine.transactions import First, OwnTransaction, durable_transaction
 from idempotency._text import first_line
 from idempotency.conf import Isolation
 from idempotency.exceptions import Unavailable

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import debug_transaction
+from psycopg import generators
 from psycopg.abc import PQGen
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
-from psycopg.pq import ConnStatus, ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
@@ -159,6 +160,25 @@ def _run(
     transformer.set_pgresult(result)
     row = transformer.load_row(0, tuple) if result.ntuples else None
     return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
+
+
+def send(connection: BaseDatabaseWrapper, statements: Sequence[str]) -> tuple[str, ...]:
+    """Send statements without parameters in one message; return the values of SHOW."""
+    own: psycopg.Connection[Any] = connection.connection
+    with (
+        noted_in_log(connection, statements),
+        connection.wrap_database_errors,
+        own.lock,
+    ):
+        own.pgconn.send_query("; ".join(statements).encode())
+        results = own.wait(generators.execute(own.pgconn))
+        result = results[-1]
+        if result.status not in _GOOD:
+            # As in psycopg's cursors, an error without SQLSTATE is a broken connection.
+            if result.error_field(DiagnosticField.SQLSTATE):
+                raise error_from_result(result)
+            raise psycopg.OperationalError(own.pgconn.get_error_message())
+        return shown(results)
 
 
 def noted_in_log(

@@ -19,6 +19,7 @@ from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import ClaimOutcome
 from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.plain_run import PlainRun, RolledBack
 from idempotency._engine.replays import (
@@ -28,9 +29,6 @@ from idempotency._engine.replays import (
     replay_of_other_run,
     replay_or_raise,
     unknown_point,
-)
-from idempotency._engine.transactions import (
-    require_no_transaction,
 )
 from idempotency._text import error_text, first_line
 from idempotency.exceptions import (

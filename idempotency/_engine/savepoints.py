@@ -13,10 +13,10 @@ from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency import conf
-from idempotency._engine.call_stack import nearest_function
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.events import about
-from idempotency._engine.transactions import OwnBlock, OwnTransaction, require_autocommit
+from idempotency._engine.outer_transactions import nearest_function, require_autocommit
+from idempotency._engine.transactions import OwnBlock, OwnTransaction
 from idempotency.conf import Isolation
 from idempotency.models import IdempotencyKey
 

@@ -11,13 +11,10 @@ import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error, OperationalError
-from psycopg import IsolationLevel, generators
-from psycopg.errors import error_from_result
-from psycopg.pq import DiagnosticField, ExecStatus
+from psycopg import IsolationLevel
 
 from idempotency import conf
 from idempotency._engine import database_product, round_trips
-from idempotency._engine.call_stack import nearest_function
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.errors import (
     NOT_SUPPORTED,
@@ -27,6 +24,7 @@ from idempotency._engine.errors import (
     sqlstate_of,
 )
 from idempotency._engine.limits import IDLE, LOCK, Limits
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._hidden import Hidden, Parameters
 from idempotency.conf import Isolation
 from idempotency.exceptions import TransactionEnded
@@ -53,6 +51,9 @@ _CLOSED = (
     "The connection was closed inside a transaction of this app, for example by"
     " close_old_connections()." + _CURE
 )
+
+#: The last statement, its parameters, the receiver of its row, and the meanings of its errors.
+_Last = tuple[str, Parameters, Callable[[Any], None], round_trips.Meanings]
 
 #: A hook of Django that ``atomic()`` calls, if the connection has it, to begin a transaction.
 _BEGIN_HOOK = "_start_transaction_under_autocommit"
@@ -106,18 +107,11 @@ class OwnTransaction:
         lease_seconds: int | None = None,
     ) -> None:
         self.block = OwnBlock(connection.alias, durable=durable)
-        self._connection, self._isolation, self._of_phase, self._first = (
-            connection,
-            isolation,
-            of_phase,
-            first,
-        )
-        self._lease_seconds, self._begun = lease_seconds, False
+        self._connection, self._isolation, self._of_phase = connection, isolation, of_phase
+        self._first, self._lease_seconds, self._begun = first, lease_seconds, False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
-        self._last: tuple[str, Parameters, Callable[[Any], None], round_trips.Meanings] | None = (
-            None
-        )
+        self._last: _Last | None = None
 
     @property
     def is_open(self) -> bool:
@@ -141,10 +135,9 @@ class OwnTransaction:
             if first is not None and round_trips.can_be_merged(connection):
                 first.ran = True
                 with classified_errors(connection):
-                    _, _, shown = result = round_trips.run(
+                    first.row, _, shown = round_trips.run(
                         connection, first.text, first.parameters, before=begin
                     )
-                first.row = result.row
             else:
                 shown = _send_beginning(connection, begin)
             if other := limits.corrections(shown):
@@ -160,14 +153,11 @@ class OwnTransaction:
     def _statements_of_begin(self) -> list[str]:
         own: psycopg.Connection[Any] = self._connection.connection
         level = _LEVELS[self._isolation] if self._isolation is not None else own.isolation_level
-        begin = [
-            "BEGIN"
-            + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")
-        ]
-        if self._of_phase:
-            self._marker = uuid.uuid4().hex
-            begin += [f"SET LOCAL idempotency.transaction = '{self._marker}'"]
-        return begin
+        suffix = f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else ""
+        if not self._of_phase:
+            return [f"BEGIN{suffix}"]
+        self._marker = uuid.uuid4().hex
+        return [f"BEGIN{suffix}", f"SET LOCAL idempotency.transaction = '{self._marker}'"]
 
     def set_last(
         self,
@@ -185,10 +175,8 @@ class OwnTransaction:
             return False
         self._connection.validate_no_broken_transaction()
         if self._marker:
-            text, parameters = (
-                text + _OR_ENDED,
-                Hidden({**parameters.value, "marker": self._marker}),
-            )
+            parameters = Hidden({**parameters.value, "marker": self._marker})
+            text += _OR_ENDED
         self._last = text, parameters, then, {**meanings, **_ENDED}
         return True
 
@@ -209,13 +197,12 @@ class OwnTransaction:
         transaction, and sends nothing. Nothing is committed on an error.
         Raises TransactionEnded if the view has ended the transaction of a phase."""
         if self._last is not None:
-            text, parameters, then, meanings = self._last
-            with classified_errors(self._connection):
-                then(
-                    round_trips.run(
-                        self._connection, text, parameters, after=["COMMIT"], meanings=meanings
-                    ).row
+            connection, (text, parameters, then, meanings) = self._connection, self._last
+            with classified_errors(connection):
+                result = round_trips.run(
+                    connection, text, parameters, after=["COMMIT"], meanings=meanings
                 )
+                then(result.row)
 
     def raise_misuse(self, error: Exception) -> None:
         """Raise RuntimeError instead of an error of the block, if the connection was closed in the
@@ -224,39 +211,6 @@ class OwnTransaction:
             raise RuntimeError(_CLOSED) from error
         if self.block.is_broken:
             raise RuntimeError(_DURABLE) from error
-
-
-def in_outer_transaction(using: str) -> bool:
-    """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a
-    ``TestCase`` does not count."""
-    blocks = connections[using].atomic_blocks
-    return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
-
-
-def require_autocommit(using: str) -> None:
-    """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then
-    commits nothing."""
-    connection = connections[using]
-    if not (
-        connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()
-    ):
-        raise RuntimeError(
-            f"Django's autocommit is off on the connection to {using!r}, so nothing would be"
-            " committed. Remove AUTOCOMMIT from DATABASES, or call"
-            " transaction.set_autocommit(True) before."
-        )
-
-
-def require_no_transaction(using: str) -> None:
-    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and
-    without autocommit."""
-    require_autocommit(using)
-    if in_outer_transaction(using):
-        raise RuntimeError(
-            "A phased view, a phase or a call was entered inside a transaction, whose rollback"
-            " would undo its committed work. Leave the outer transaction.atomic() first. Phases and"
-            " calls cannot be nested in a phase either. " + nearest_function()
-        )
 
 
 @contextmanager
@@ -278,10 +232,8 @@ def durable_transaction(
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if
     CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
-        raise ValueError(
-            f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not"
-            f" {isolation!r}."
-        )
+        some = ", ".join(map(repr, _LEVELS))
+        raise ValueError(f"The isolation must be one of {some}, or None, not {isolation!r}.")
     require_no_transaction(using)
     connection = connections[using]
     own = OwnTransaction(
@@ -318,31 +270,10 @@ def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> t
     """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a
     message of its own."""
     if database_product.is_citus(connection) and LOCK in statements[-1]:
-        shown = _send(connection, statements[:-1])
-        _send(connection, statements[-1:])
+        shown = round_trips.send(connection, statements[:-1])
+        round_trips.send(connection, statements[-1:])
         return shown
-    return _send(connection, statements)
-
-
-def _send(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
-    own: psycopg.Connection[Any] = connection.connection
-    with (
-        round_trips.noted_in_log(connection, statements),
-        connection.wrap_database_errors,
-        own.lock,
-    ):
-        own.pgconn.send_query("; ".join(statements).encode())
-        results = own.wait(generators.execute(own.pgconn))
-        result = results[-1]
-        if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
-            # As in psycopg's cursors, an error without SQLSTATE is a broken connection.
-            told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-            raise (
-                error_from_result(result)
-                if told
-                else psycopg.OperationalError(own.pgconn.get_error_message())
-            )
-        return round_trips.shown(results)
+    return round_trips.send(connection, statements)
 
 
 def _leave(connection: BaseDatabaseWrapper) -> None:
@@ -353,8 +284,7 @@ def _leave(connection: BaseDatabaseWrapper) -> None:
     try:
         own.rollback()
         own.autocommit = True
-    except psycopg.Error:
+    except BaseException as error:
         drop_connection(connection)
-    except BaseException:
-        drop_connection(connection)
-        raise
+        if not isinstance(error, psycopg.Error):
+            raise

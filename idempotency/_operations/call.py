@@ -5,8 +5,8 @@ from typing import Any
 from django.db.utils import Error
 
 from idempotency._engine.errors import connection_lost, exceeded_time_limit
+from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._engine.run import run_phased, run_plain
-from idempotency._engine.transactions import in_outer_transaction
 from idempotency._hidden import Hidden
 from idempotency._operations.definition import Definition, find
 from idempotency._operations.results import encoded, restored

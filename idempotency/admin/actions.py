@@ -17,7 +17,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency import interventions
-from idempotency._engine.transactions import in_outer_transaction
+from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._states import KeyState
 from idempotency.admin.answering import AnswerFields
 from idempotency.admin.stuck_codes import LAST_CALL

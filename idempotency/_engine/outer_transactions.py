@@ -1,0 +1,57 @@
+"""Transactions that other code has opened: whether there is one, and whose function it may be."""
+
+import sys
+from types import FrameType
+
+from django.db import connections
+
+#: Packages whose functions may stand between the cause and this app.
+_BETWEEN = sys.stdlib_module_names | {"idempotency", "django", "asgiref", "rest_framework", "ninja"}
+#: The module from which the server calls a request, and outside of which no function belongs to it.
+_HANDLERS = ("django.core.handlers.wsgi", "django.core.handlers.asgi", "django.test.client")
+
+
+def nearest_function() -> str:
+    """Return a sentence with the nearest function of the project or of another package on the
+    stack; empty if this thread has none. It is a hint, because another function further out may be
+    the cause."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (module := str(frame.f_globals.get("__name__"))) not in _HANDLERS:
+        if module.partition(".")[0] not in _BETWEEN:
+            name = frame.f_code.co_qualname.partition(".<locals>")[0]
+            return f"The nearest function outside Django on the stack is {module}.{name}."
+        frame = frame.f_back
+    return ""
+
+
+def in_outer_transaction(using: str) -> bool:
+    """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a
+    ``TestCase`` does not count."""
+    blocks = connections[using].atomic_blocks
+    return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
+
+
+def require_autocommit(using: str) -> None:
+    """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then
+    commits nothing."""
+    connection = connections[using]
+    if not (
+        connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()
+    ):
+        raise RuntimeError(
+            f"Django's autocommit is off on the connection to {using!r}, so nothing would be"
+            " committed. Remove AUTOCOMMIT from DATABASES, or call"
+            " transaction.set_autocommit(True) before."
+        )
+
+
+def require_no_transaction(using: str) -> None:
+    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and
+    without autocommit."""
+    require_autocommit(using)
+    if in_outer_transaction(using):
+        raise RuntimeError(
+            "A phased view, a phase or a call was entered inside a transaction, whose rollback"
+            " would undo its committed work. Leave the outer transaction.atomic() first. Phases and"
+            " calls cannot be nested in a phase either. " + nearest_function()
+        )
