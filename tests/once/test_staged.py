@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from celery.exceptions import Retry as CeleryRetry
+from django.core.management import call_command
 from django.db import transaction
+from django.test import Client
+from django.urls import reverse
 from pytest_django import Settings
 from rq import Retry as RqRetry
 
@@ -25,10 +28,11 @@ from idempotency.exceptions import (
     Unfinished,
 )
 from idempotency.inbox import STAGED_JOBS, process_once
-from idempotency.jobs import STAGED_OPERATION, call_job, stage_job
+from idempotency.jobs import STAGED_OPERATION, call_job, shard_of, stage_job
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.operations import operation
 from tests.factories import UserFactory
+from tests.kit.shards import GUIDE, tenant
 from tests.models import Account, Entry
 from tests.operations import Bank, note, pay
 
@@ -146,19 +150,8 @@ def test_a_job_of_a_user_has_the_key_of_the_user(worker: Callable[..., Any]) -> 
     }
 
 
-def locked() -> None:
-    IdempotencyKey.objects.update(locked_until="2100-01-01T00:00Z", finished_at=None)
-
-
-def broken(bank: Bank) -> None:
-    def fail() -> None:
-        raise OSError("no route")
-
-    bank.after = fail
-
-
 @pytest.fixture(params=[InProgress, Unavailable, Unfinished])
-def not_now(request: pytest.FixtureRequest, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> Any:
+def not_now(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let ``pay`` end with an error after which its queue must try again."""
 
     def raise_it(*args: Any, **options: Any) -> None:
@@ -261,3 +254,33 @@ def test_an_operation_outside_of_a_module_of_operations_cannot_be_staged() -> No
     assert late.once("key") is None
     with pytest.raises(JobNotAllowed, match=r"operations\.py"), transaction.atomic():
         late.stage("key")
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+@pytest.mark.parametrize("worker", WORKERS[:2])
+def test_the_operation_runs_in_the_database_of_its_staged_row(
+    worker: Callable[..., Any], settings: Settings
+) -> None:
+    settings.DATABASE_ROUTERS = [GUIDE["TenantRouter"]()]
+    with tenant("shard_b"), transaction.atomic(using="shard_b"):
+        job = note.stage("key", name="one")
+    assert shard_of(job) == "shard_b"
+    worker(job.job_name, job.job_args, str(job.pk), shard_of(job))
+    for model in (IdempotencyKey, ProcessedMessage):
+        assert model.objects.using("shard_b").count() == 1
+        assert not model.objects.using("default").exists()
+    with tenant("shard_b"):
+        assert note.once("key", name="one")["entry"]  # type: ignore[index]
+
+
+def test_lists_and_pages_name_the_operation(
+    admin_client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = stage_pay()
+    call_command("staged_jobs", "list")
+    assert "  operation tests.pay" in capsys.readouterr().out
+    changelist = reverse("admin:idempotency_stagedjob_changelist")
+    page = reverse("admin:idempotency_stagedjob_change", args=[job.pk])
+    for url in (changelist, page):
+        assert "operation tests.pay" in admin_client.get(url).content.decode()
