@@ -1,5 +1,5 @@
-"""The tables of the processes: staged jobs, messages that took effect, heartbeats, numbers of
-requests."""
+"""The tables beside that of the keys: at-most-once calls, staged jobs, messages that took effect,
+heartbeats, numbers of requests."""
 
 import os
 import time
@@ -8,8 +8,8 @@ import uuid
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
+from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import gettext_noop
 
 #: The name of staged jobs that call an operation. Their arguments name it.
 STAGED_OPERATION = "idempotency.operations.run_staged"
@@ -22,6 +22,42 @@ def time_ordered_uuid() -> uuid.UUID:
     Source: RFC 9562, 5.7."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)
+
+
+class DownstreamCall(models.Model):
+    """An at-most-once call: the intent is committed before the call, the result after it."""
+
+    key = models.ForeignKey(
+        "idempotency.IdempotencyKey",
+        verbose_name=_("key"),
+        on_delete=models.CASCADE,
+        related_name="downstream_calls",
+    )
+    name = models.CharField(_("name"), max_length=100)
+    token = models.UUIDField(
+        _("token"),
+        help_text=_(
+            "Token of the claim that began the call. Only this claim may record the result."
+        ),
+    )
+    started_at = models.DateTimeField(_("started at"), db_default=Now())
+    recorded_at = models.DateTimeField(
+        _("recorded at"),
+        null=True,
+        blank=True,
+        help_text=_("Null: the result is unknown, and the call may have taken effect."),
+    )
+    result = models.JSONField(_("result"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("downstream call")
+        verbose_name_plural = _("downstream calls")
+        constraints = [
+            models.UniqueConstraint(fields=["key", "name"], name="idempotency_call_unique")
+        ]
+
+    def __str__(self) -> str:
+        return gettext("%(name)s of key %(key)s") % {"name": self.name, "key": self.key_id}
 
 
 class StagedJob(models.Model):

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from idempotency.models import IdempotencyKey  # noqa: F401 - a base class below names it
 
 
+#: The first and the last recovery point of every key.
+STARTED = "started"
+FINISHED = "finished"
+#: The scope of an expired key whose value is used again begins with this prefix. No scope function
+#: may return such a scope.
+RETIRED_SCOPE = "expired:"
 #: The longest wait between two runs of one key. With it, 25 attempts span three days: a long
 #: weekend.
 MAX_DELAY_SECONDS = 4 * 3600
@@ -53,6 +59,47 @@ _OVER = {
 #: The condition of keys that the completer may run. It includes keys that are stuck because of a
 #: deploy: new code may declare their recovery point.
 NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code__in=WAITS_FOR_DEPLOY)
+
+
+#: The CHECK constraints are the state machine of a key.
+CONSTRAINTS = [
+    models.UniqueConstraint(fields=["scope", "idempotency_key"], name="idempotency_key_unique"),
+    models.CheckConstraint(
+        condition=~Q(scope="") & ~Q(idempotency_key="") & ~Q(recovery_point=""),
+        name="idempotency_key_not_empty",
+    ),
+    models.CheckConstraint(
+        condition=Q(finished_at__isnull=False, recovery_point=FINISHED)
+        | Q(finished_at__isnull=True) & ~Q(recovery_point=FINISHED),
+        name="idempotency_key_finished_point",
+    ),
+    models.CheckConstraint(
+        condition=Q(expires_at__isnull=True)
+        | Q(finished_at__isnull=False)
+        | Q(refused_at__isnull=False),
+        name="idempotency_key_expires_when_over",
+    ),
+    models.CheckConstraint(
+        condition=Q(
+            response_code__isnull=True,
+            response_headers__isnull=True,
+            response_body__isnull=True,
+        )
+        | Q(response_code__range=(100, 599), finished_at__isnull=False),
+        name="idempotency_key_response_when_finished",
+    ),
+    models.CheckConstraint(
+        condition=Q(stuck_at__isnull=True, stuck_code="", stuck_reason="")
+        | Q(stuck_at__isnull=False, finished_at__isnull=True)
+        & ~Q(stuck_code="")
+        & ~Q(stuck_reason=""),
+        name="idempotency_key_stuck_reason",
+    ),
+    models.CheckConstraint(
+        condition=Q(locked_until__isnull=True) | Q(claim_token__isnull=False),
+        name="idempotency_key_locked_by_claim",
+    ),
+]
 
 
 def before_now(seconds: int) -> Any:

@@ -1,5 +1,5 @@
-"""The tables. The state machine of a key is held by CHECK constraints, so that no code can break
-it.
+"""The tables. The state machine of a key is held by CHECK constraints (``_states.CONSTRAINTS``), so
+that no code can break it.
 
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of
 ``idempotency_keys`` and ``staged_jobs``). This app adds a scope, a fence, a fingerprint and a
@@ -16,23 +16,20 @@ from django.conf import settings
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
-from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext_noop
 
 from idempotency import conf
+from idempotency._records import DownstreamCall as DownstreamCall
 from idempotency._records import ProcessedMessage as ProcessedMessage
 from idempotency._records import ProcessHeartbeat as ProcessHeartbeat
 from idempotency._records import StagedJob as StagedJob
 from idempotency._records import TrafficCount as TrafficCount
 from idempotency._records import time_ordered_uuid as time_ordered_uuid
-from idempotency._states import UNFINISHED, IdempotencyKeyQuerySet
-
-#: The first and the last recovery point of every key.
-STARTED = "started"
-FINISHED = "finished"
-#: The scope of an expired key whose value is used again begins with this prefix. No scope function
-#: may return such a scope.
-RETIRED_SCOPE = "expired:"
+from idempotency._states import CONSTRAINTS, UNFINISHED, IdempotencyKeyQuerySet
+from idempotency._states import FINISHED as FINISHED
+from idempotency._states import RETIRED_SCOPE as RETIRED_SCOPE
+from idempotency._states import STARTED as STARTED
 
 
 def random_seed() -> bytes:
@@ -227,46 +224,7 @@ class IdempotencyKey(models.Model):
             ("answer_idempotencykey", gettext_noop("Can answer an idempotency key")),
             ("acknowledge_idempotencykey", gettext_noop("Can acknowledge a stuck idempotency key")),
         ]
-        constraints = [
-            models.UniqueConstraint(
-                fields=["scope", "idempotency_key"], name="idempotency_key_unique"
-            ),
-            models.CheckConstraint(
-                condition=~Q(scope="") & ~Q(idempotency_key="") & ~Q(recovery_point=""),
-                name="idempotency_key_not_empty",
-            ),
-            models.CheckConstraint(
-                condition=Q(finished_at__isnull=False, recovery_point=FINISHED)
-                | Q(finished_at__isnull=True) & ~Q(recovery_point=FINISHED),
-                name="idempotency_key_finished_point",
-            ),
-            models.CheckConstraint(
-                condition=Q(expires_at__isnull=True)
-                | Q(finished_at__isnull=False)
-                | Q(refused_at__isnull=False),
-                name="idempotency_key_expires_when_over",
-            ),
-            models.CheckConstraint(
-                condition=Q(
-                    response_code__isnull=True,
-                    response_headers__isnull=True,
-                    response_body__isnull=True,
-                )
-                | Q(response_code__range=(100, 599), finished_at__isnull=False),
-                name="idempotency_key_response_when_finished",
-            ),
-            models.CheckConstraint(
-                condition=Q(stuck_at__isnull=True, stuck_code="", stuck_reason="")
-                | Q(stuck_at__isnull=False, finished_at__isnull=True)
-                & ~Q(stuck_code="")
-                & ~Q(stuck_reason=""),
-                name="idempotency_key_stuck_reason",
-            ),
-            models.CheckConstraint(
-                condition=Q(locked_until__isnull=True) | Q(claim_token__isnull=False),
-                name="idempotency_key_locked_by_claim",
-            ),
-        ]
+        constraints = CONSTRAINTS
         indexes = [
             # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they
             # stay HOT. Therefore no index contains locked_until, not even in its condition.
@@ -321,39 +279,3 @@ class IdempotencyKey(models.Model):
         if self.request_content_type.startswith("application/x-www-form-urlencoded"):
             return parse_qs(text, keep_blank_values=True)
         return text
-
-
-class DownstreamCall(models.Model):
-    """An at-most-once call: the intent is committed before the call, the result after it."""
-
-    key = models.ForeignKey(
-        IdempotencyKey,
-        verbose_name=_("key"),
-        on_delete=models.CASCADE,
-        related_name="downstream_calls",
-    )
-    name = models.CharField(_("name"), max_length=100)
-    token = models.UUIDField(
-        _("token"),
-        help_text=_(
-            "Token of the claim that began the call. Only this claim may record the result."
-        ),
-    )
-    started_at = models.DateTimeField(_("started at"), db_default=Now())
-    recorded_at = models.DateTimeField(
-        _("recorded at"),
-        null=True,
-        blank=True,
-        help_text=_("Null: the result is unknown, and the call may have taken effect."),
-    )
-    result = models.JSONField(_("result"), null=True, blank=True)
-
-    class Meta:
-        verbose_name = _("downstream call")
-        verbose_name_plural = _("downstream calls")
-        constraints = [
-            models.UniqueConstraint(fields=["key", "name"], name="idempotency_call_unique")
-        ]
-
-    def __str__(self) -> str:
-        return gettext("%(name)s of key %(key)s") % {"name": self.name, "key": self.key_id}

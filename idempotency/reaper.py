@@ -17,26 +17,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from django.db import (
-    Error,
-    IntegrityError,
-    InterfaceError,
-    OperationalError,
-    connections,
-    router,
-    transaction,
-)
-from django.db.models import (
-    CharField,
-    Exists,
-    OuterRef,
-    ProtectedError,
-    Q,
-    QuerySet,
-    RestrictedError,
-    Value,
-)
+from django.db import connections, models, router, transaction
+from django.db.models import CharField, Exists, OuterRef, Q, QuerySet, Value
 from django.db.models.functions import Cast, Now, Replace
+from django.db.utils import Error, IntegrityError, InterfaceError, OperationalError
 
 from idempotency._abandonment import settle
 from idempotency._engine.aliases import fields_elsewhere
@@ -213,9 +197,8 @@ def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
         last = page[-1]
         if done := took_effect(STAGED_JOBS, [str(pk) for _, pk in page], using=alias):
             failed.filter(pk__in=done).delete()
-            logger.info(
-                "%d staged jobs that had failed took effect later, and are deleted", len(done)
-            )
+            text = "%d staged jobs that had failed took effect later, and are deleted"
+            logger.info(text, len(done))
         yield {}
 
 
@@ -292,29 +275,20 @@ def _log_refusal(pk: int, error: BaseException, refusals: Counter[object]) -> No
     kind = _sqlstate(error) or type(error)
     refusals[kind] += 1
     if refusals[kind] == 1:
-        by_design = isinstance(error, ProtectedError | RestrictedError | IntegrityError)
-        text, level = (
-            "the key with the id %s cannot be deleted: %s",
-            (logging.INFO if by_design else logging.WARNING),
-        )
-        logger.log(
-            level,
-            text,
-            pk,
-            summary(error_text(error)),
-            exc_info=not by_design and not isinstance(error, Error),
-        )
+        protection = models.ProtectedError | models.RestrictedError | IntegrityError
+        by_design = isinstance(error, protection)
+        level = logging.INFO if by_design else logging.WARNING
+        trace = not by_design and not isinstance(error, Error)
+        text = "the key with the id %s cannot be deleted: %s"
+        logger.log(level, text, pk, summary(error_text(error)), exc_info=trace)
 
 
 def _concerns_all(error: BaseException) -> bool:
     """Return whether the deletion of every key would fail with this error: the database is lost, or
     a table or column is missing."""
     state = _sqlstate(error)
-    lost = (
-        isinstance(error, OperationalError | InterfaceError | NotReplicated)
-        and state not in _TIME_LIMITS
-    )
-    return lost or state in _MISSING
+    lost = isinstance(error, OperationalError | InterfaceError | NotReplicated)
+    return (lost and state not in _TIME_LIMITS) or state in _MISSING
 
 
 def _sqlstate(error: BaseException) -> str | None:

@@ -6,6 +6,7 @@ its recovery point, and settles the key at its end.
 
 import logging
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from django.db import connections
@@ -40,6 +41,8 @@ from idempotency.exceptions import (
 )
 
 logger = logging.getLogger("idempotency")
+
+_value = attrgetter("scope", "idempotency_key")
 
 
 def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
@@ -101,15 +104,12 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
             break
     if claim.outcome is not ClaimOutcome.CLAIMED:
         return replay_or_raise(claim, work, using=using)
-    if claim.key.attempts > 1:
-        logger.info(
-            "key %s is resumed at %s",
-            claim.key.key_hash,
-            claim.key.recovery_point,
-            extra=events.about(claim.key),
-        )
-    events.emit(signals.key_claimed, claim.key, work.request)
-    return run_claimed(PhasedRun(claim.key, work))
+    key = claim.key
+    if key.attempts > 1:
+        text = "key %s is resumed at %s"
+        logger.info(text, key.key_hash, key.recovery_point, extra=events.about(key))
+    events.emit(signals.key_claimed, key, work.request)
+    return run_claimed(PhasedRun(key, work))
 
 
 def run_claimed(run: PhasedRun) -> Any:
@@ -138,10 +138,9 @@ def _run_and_settle(run: PhasedRun) -> Outcome:
         try:
             result = _run_attempts(run)
         except Exception as error:
-            # ``outcome_of`` was not asked, because the cause is a failure that was retried. A 4xx
-            # still is an outcome.
-            refusal = run.work.refusal_of(error)
-            if refusal is None:
+            # ``outcome_of`` was not asked, because the cause is a failure that was retried. A
+            # refusal still is an outcome.
+            if (refusal := run.work.refusal_of(error)) is None:
                 raise
             result = refusal
         return settle(run, result)
@@ -219,11 +218,8 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         # The completer has no caller who waits. It stores no early error, because a repeat may get
         # another one.
         case _ if is_definitive and not run.work.by_completer:
-            repeat(
-                partial(
-                    fence.finish, key, run.work.stored(result.value), using=using, untouched=True
-                )
-            )
+            stored = run.work.stored(result.value)
+            repeat(partial(fence.finish, key, stored, using=using, untouched=True))
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
@@ -241,11 +237,8 @@ def _description(run: PhasedRun, outcome: Outcome) -> str:
 
 
 def _uncommitted(outcome: Outcome) -> ResponseNotCommitted:
-    what = (
-        type(outcome.cause).__name__
-        if outcome.is_raised
-        else f"A response with status {outcome.code}"
-    )
+    status = f"A response with status {outcome.code}"
+    what = type(outcome.cause).__name__ if outcome.is_raised else status
     return ResponseNotCommitted(
         f"{what} is not the response that a phase stored. Store it with"
         " phase.set_response(response) and return key.response()."
@@ -257,10 +250,7 @@ def _value_of_other_run(run: PhasedRun, key: ClaimedKey) -> Any:
     the result of its COMMIT was lost."""
     _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=run.using)
     other = rows.read(key.pk, using=run.using)
-    if other is not None and (other.scope, other.idempotency_key) != (
-        key.scope,
-        key.idempotency_key,
-    ):
+    if other is not None and _value(other) != _value(key):
         other = None  # A failover that lost this key has given its id to another.
     run.note_final_state(other)
     return replay_of_other_run(other, run.work)
