@@ -13,16 +13,17 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.core.management import call_command
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 from django.db.models import F
 from django.test import Client, TransactionTestCase, override_settings
 
 from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
+from idempotency.exceptions import KeyReused, Rejected, Unfinished
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.reaper import reap_once
 from tests.configurations.projects import LACKS
-from tests.configurations.shop import views
+from tests.configurations.shop import operations, views
 from tests.configurations.shop.models import Elsewhere, Order
 
 GZIP = os.environ.get("CONFIGURATION_GZIP") == "1"
@@ -253,6 +254,58 @@ class Contract(TransactionTestCase):
         self.assertEqual(enqueue_once().handed_over, 1)
         self.assertEqual(Order.objects.filter(name="receipt of tea").count(), 1)
         self.assertFalse(StagedJob.objects.exists())
+
+    def test_operation_runs_once(self) -> None:
+        """A repeat gets the same result, and the work is done once."""
+        for _ in range(2):
+            self.assertTrue(operations.sell.once("key-1", name="tea")["order"])
+            self.assertEqual(operations.order.once("key-1", name="coffee"), {"charge": 1})
+            with self.assertRaises(Rejected):
+                operations.sell.once("key-2", name="poison")
+        with self.assertRaises(KeyReused):
+            operations.sell.once("key-1", name="milk")
+        names = ["booked coffee", "coffee", "poison", "tea"]
+        self.assertEqual(sorted(Order.objects.values_list("name", flat=True)), names)
+        self.assertEqual(len(views.CALLS), 1)
+        self.assertFalse(connection.in_atomic_block)
+
+    def test_operation_is_a_savepoint(self) -> None:
+        """An operation in an open transaction is rolled back with it."""
+        with transaction.atomic():
+            operations.sell.once("key-1", name="tea")
+            transaction.set_rollback(True)
+        self.assertFalse(Order.objects.exists())
+        self.assertTrue(operations.sell.once("key-1", name="tea"))
+
+    def test_operation_is_finished_by_the_completer(self) -> None:
+        """The completer continues after the last commit, with the same downstream key."""
+        views.EVENTS["after call"] = lambda: 1 / 0
+        with self.assertRaises(Unfinished):
+            operations.order.once("key-1", name="tea")
+        views.EVENTS.clear()
+        self.abandon()
+        self.assertEqual(complete_once().finished, 1, IdempotencyKey.objects.values("last_error"))
+        self.assertEqual(operations.order.once("key-1", name="tea"), {"charge": 1})
+        self.assertEqual(len(views.CALLS), 2)
+        self.assertEqual(Order.objects.filter(name="tea").count(), 1)
+
+    def test_serialization_failure_of_an_operation_is_retried(self) -> None:
+        """The transaction is repeated, and the call is not."""
+        needs("retries")
+
+        def conflict() -> None:
+            views.EVENTS.clear()
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    "DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$"
+                )
+
+        for name in ("sell", "order"):
+            with self.subTest(name):
+                views.EVENTS["after write"] = conflict
+                getattr(operations, name).once("key-1", name=name)
+                self.assertEqual(Order.objects.filter(name=name).count(), 1)
+        self.assertEqual(len(views.CALLS), 1)
 
     def test_message_is_processed_once(self) -> None:
         """A second delivery does nothing."""
