@@ -21,8 +21,8 @@ class IdempotencyConfig(AppConfig):
         from idempotency._engine import adapter
         from idempotency._http import atomic_requests
         from idempotency._http.rerun import HttpAdapter
+        from idempotency._operations.definition import METHOD
         from idempotency._operations.stored import OperationAdapter
-        from idempotency._operations.work import METHOD
         from idempotency._text import escape_arguments
         from idempotency.checks import databases, settings, views  # noqa: F401
 

@@ -1,10 +1,15 @@
 """Call an operation: claim its key, run it, and tell the caller how it ended."""
 
+import time
 from typing import Any
 
 from django.db.utils import Error
 
+from idempotency import signals
+from idempotency._engine import events
+from idempotency._engine.claims import ClaimedRequest
 from idempotency._engine.errors import connection_lost, exceeded_time_limit
+from idempotency._engine.fence import StoredResponse
 from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._engine.run import run_phased, run_plain
 from idempotency._hidden import Hidden
@@ -18,6 +23,7 @@ from idempotency.exceptions import (
     Unavailable,
     Unfinished,
 )
+from idempotency.signals import RequestOutcome
 
 #: The rest of the column is for the name of the operation.
 MAX_SCOPE = 99
@@ -46,13 +52,30 @@ def run(
     if definition.steps.is_phased and find(definition.name) is not definition:
         raise RuntimeError(_LATE.format(definition.name))
     work = OperationWork(definition, _body(definition, named))
-    request = work.claimed_request(key.value, scope, user_id)
-    using, phased = using or definition.alias, definition.steps.is_phased
-    is_nested = in_outer_transaction(using)
-    if phased and is_nested:
-        raise RuntimeError(_IN_TRANSACTION.format(definition.name))
+    start, outcome = time.monotonic(), RequestOutcome.FAILED
     try:
-        done = (run_phased if phased else run_plain)(work, request, using=using)
+        claim = work.claimed_request(key.value, scope, user_id)
+        done = _done(work, claim, using or definition.alias)
+        outcome = RequestOutcome.REPLAYED if work.is_replayed else RequestOutcome.RAN
+    except (InProgress, KeyReused, InterventionRequired):
+        outcome = RequestOutcome.CONFLICT
+        raise
+    except Unavailable as error:
+        if error.code == "conflict":
+            outcome = RequestOutcome.CONFLICT
+        raise
+    finally:
+        _announce(work, outcome, time.monotonic() - start)
+    return restored(done.code, done.body)
+
+
+def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredResponse:
+    phased, is_nested = work.definition.steps.is_phased, in_outer_transaction(using)
+    if phased and is_nested:
+        raise RuntimeError(_IN_TRANSACTION.format(work.name))
+    try:
+        done: StoredResponse = (run_phased if phased else run_plain)(work, request, using=using)
+        return done
     except (InProgress, KeyReused, InterventionRequired, Unavailable):
         raise
     except Exception as error:
@@ -68,7 +91,14 @@ def run(
         if work.is_unfinished:
             raise Unfinished from error
         raise
-    return restored(done.code, done.body)
+
+
+def _announce(work: OperationWork, outcome: RequestOutcome, seconds: float) -> None:
+    """Send ``request_answered``. The work of a run can be rolled back with an outer transaction."""
+    key = work.run.key if work.run is not None else None
+    ran = key is not None and outcome is RequestOutcome.RAN
+    emit: Any = events.emit_committed if ran else events.emit
+    emit(signals.request_answered, key, None, outcome=outcome, seconds=seconds)
 
 
 def _body(definition: Definition, named: Hidden[dict[str, Any]]) -> bytes:

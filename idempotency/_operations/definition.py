@@ -11,6 +11,9 @@ from idempotency._operations.steps import Steps
 from idempotency.jobs import OPERATIONS
 from idempotency.models import IdempotencyKey
 
+#: The request method of the keys of operations. It contains a space, so that no HTTP client can
+#: send it.
+METHOD = "call operation"
 Retention = int | Literal["forever"] | None
 
 _operations: dict[str, "Definition"] = {}
@@ -96,3 +99,8 @@ def find(name: str) -> Definition | None:
 def registered() -> tuple[Definition, ...]:
     """Return all operations, for checks and commands."""
     return tuple(_operations.values())
+
+
+def work_line(method: str, path: str) -> str:
+    """Return the work of a key for lists and pages: ``operation shop.pay`` or ``POST /orders``."""
+    return f"operation {path}" if method == METHOD else f"{method} {path}"

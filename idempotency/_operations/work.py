@@ -21,7 +21,7 @@ from idempotency._engine.phase import AtomicPhase, atomic_phase
 from idempotency._engine.phased_run import FinalState, PhasedRun, current_key
 from idempotency._engine.replays import CannotRun
 from idempotency._hidden import Hidden
-from idempotency._operations.definition import Definition
+from idempotency._operations.definition import METHOD, Definition
 from idempotency._operations.results import stored
 from idempotency._operations.steps import Step
 from idempotency.conf import Isolation
@@ -37,9 +37,6 @@ from idempotency.exceptions import (
 )
 from idempotency.jobs import refuse_generator
 from idempotency.models import STARTED, IdempotencyKey
-
-#: The request method of a key. It contains a space, so that no HTTP client can send it.
-METHOD = "call operation"
 
 
 class OperationWork:
@@ -59,7 +56,7 @@ class OperationWork:
         self.points = definition.steps.points if definition.steps.is_phased else ()
         #: The run of the last attempt; None before the claim.
         self.run: Any = None
-        self.is_committed = False
+        self.is_committed = self.is_replayed = False
 
     @property
     def is_finished(self) -> bool:
@@ -236,7 +233,9 @@ class OperationWork:
         body = key.response_body
         return StoredResponse(key.response_code or 0, {}, None if body is None else bytes(body))
 
-    replayed = restored
+    def replayed(self, key: ClaimedKey) -> StoredResponse:
+        self.is_replayed = True
+        return self.restored(key)
 
     def described(self, value: StoredResponse) -> str:
         return f"The operation returned {value.code}"

@@ -1,9 +1,9 @@
-"""Counts of requests per minute, for the charts of the dashboard. This module registers the
-receivers that count, so a process without the admin site counts nothing.
+"""Counts of requests and of calls of operations per minute, for the charts of the dashboard. This
+module registers the receivers that count, so a process without the admin site counts nothing.
 
 A replay leaves no row, so each process counts its requests in memory. It adds its counts to the
-table at most every WRITE_SECONDS, after the end of a request, in one transaction. A process that is
-killed loses the counts since its last write.
+table at most every WRITE_SECONDS, after the end of a request or of an operation, in one
+transaction. A process that ends loses the counts since its last write.
 """
 
 import logging
@@ -47,7 +47,7 @@ _next_write = 0.0
 
 @receiver(request_answered, dispatch_uid="idempotency.traffic.count")
 def count_request(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> None:
-    """Count a request in memory."""
+    """Count a request or a call of an operation in memory."""
     if conf.get().COUNT_REQUESTS:
         kind = f"{_RAN}{_class_of(seconds)}" if outcome is RequestOutcome.RAN else outcome.value
         with _lock:
@@ -71,6 +71,14 @@ def write_after_request(**kwargs: Any) -> None:
         logger.info("the counts of requests could not be written: %s", error_text(error))
 
 
+@receiver(request_answered, dispatch_uid="idempotency.traffic.write_after_operation")
+def write_after_operation(*, request: Any, **kwargs: Any) -> None:
+    """Write the counts as after a request: a worker or a command that calls operations serves no
+    request."""
+    if request is None:
+        write_after_request()
+
+
 def write() -> None:
     """Add the counts of this process to the table. If the connection is in a transaction, or an
     exception is raised, the counts are kept for the next write."""
@@ -92,10 +100,10 @@ def write() -> None:
 
 def _add(rows: list[tuple[int, str, int]]) -> bool:
     """Add counts to the table in a separate transaction. If the connection is in a transaction
-    already, return False without a statement."""
+    already, or its autocommit is off, return False without a statement."""
     alias = router.db_for_write(TrafficCount)
     connection = connections[alias]
-    if connection.in_atomic_block:
+    if connection.in_atomic_block or (connection.connection and not connection.autocommit):
         return False
     table = connection.ops.quote_name(TrafficCount._meta.db_table)
     values = ", ".join(["(%s, %s, %s)"] * len(rows))
