@@ -17,11 +17,11 @@ Common arguments:
 import uuid
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Any
 
 from django.db import router, transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
-from django.http import HttpResponse
 
 from idempotency import signals
 from idempotency._engine import decisions, events, replication, rows
@@ -108,7 +108,7 @@ def calls_of(pk: int, *, using: str | None = None) -> str:
 def answer(
     pk: int,
     seen: uuid.UUID | None,
-    response: HttpResponse,
+    response: Any,
     *,
     by: str,
     at: str | None = None,
@@ -116,28 +116,34 @@ def answer(
     note: str = "",
     using: str | None = None,
 ) -> bool:
-    """Finish an unlocked key, stuck or not, with the response of the operator; return whether this
+    """Finish an unlocked key, stuck or not, with the answer of the operator; return whether this
     call did it.
 
-    On return each retry of the client gets ``response``. Work that is committed, in this database
-    or elsewhere, is not changed. The argument ``calls`` is the former result of ``calls_of``:
-    nothing changes if a call was begun or recorded since.
+    The argument ``response`` is an ``HttpResponse`` for the key of a request. For the key of an
+    operation it is the result, a JSON value, or ``Rejected(code, message)``. On return each retry
+    of the caller gets it. Work that is committed, in this database or elsewhere, is not changed.
+    The argument ``calls`` is the former result of ``calls_of``: nothing changes if a call was begun
+    or recorded since.
     Raises NotReplicated if the answer is stored, but the standbys do not confirm it
     (CONFIRM_REPLICATED).
-    Raises ValueError for a response that ``answer_problem`` rejects.
+    Raises ValueError for an answer that ``answer_problem`` rejects, or of the other kind.
     """
-    alias, stored = _alias(using), adapter_of(HTTP).answer(response)
+    alias = _alias(using)
+    keys = IdempotencyKey.objects.using(alias).filter(pk=pk)
+    if (method := keys.values_list("request_method", flat=True).first()) is None:
+        return False
+    stored = adapter_of(method).answer(response)
     if done := decisions.answer(Decision(pk, seen, at, by, note, alias), stored, calls=calls):
         replication.confirm(alias)
         events.emit(signals.key_finished, rows.read(pk, using=alias), None)
     return done
 
 
-def answer_problem(response: HttpResponse) -> str:
-    """Return why ``response`` cannot finish a key, or an empty string. Clients stop retrying only
-    after a stored 2xx or 4xx."""
+def answer_problem(response: Any, *, key: IdempotencyKey | None = None) -> str:
+    """Return why ``response`` cannot finish the key, or an empty string. Without ``key``, it is a
+    response to a request. Clients stop retrying only after a stored 2xx or 4xx."""
     try:
-        adapter_of(HTTP).answer(response)
+        adapter_of(key.request_method if key is not None else HTTP).answer(response)
     except ValueError as error:
         return str(error)
     return ""

@@ -22,7 +22,7 @@ from idempotency._engine.updates import CLEAR_STUCK, TABLE, one_line
 from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency.exceptions import StuckCode
-from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -128,12 +128,10 @@ def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -
     text = statements_for(decision.using)
     return _change(
         decision,
-        f"recovery_point = '{FINISHED}', finished_at = {text.now}, expires_at = {text.expiry}, "
-        f"locked_until = NULL, refused_at = NULL, {CLEAR_STUCK}, "
-        "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
+        f"{text.finished}, refused_at = NULL",
         text.unlocked + (f" AND {_calls(decision.using)} = %(calls)s" if calls is not None else ""),
         event=HistoryEvent.ANSWERED,
-        detail=f"status {response.code}, {decision.signed}",
+        detail=f"{response.event_detail}, {decision.signed}",
         calls=calls,
         **response.parameters(),
     )

@@ -54,6 +54,11 @@ class StoredResponse:
     #: None: the body is not stored.
     body: bytes | None
 
+    @property
+    def event_detail(self) -> str:
+        """The text of the event that the response is stored, for the history."""
+        return f"status {self.code}"
+
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of a statement that stores the response."""
         return {"code": self.code, "headers": json.dumps(self.headers), "body": self.body}
@@ -97,7 +102,7 @@ def finish(
     statement = "finish_untouched" if untouched else "finish"
     if key.recovery_point == FINISHED:  # The row of a plain view was inserted as finished.
         statement = "finish_plain"
-    event, detail = HistoryEvent.FINISHED, f"status {response.code}"
+    event, detail = HistoryEvent.FINISHED, response.event_detail
     _fenced(statement, key, using, last_of, event=event, detail=detail, **response.parameters())
 
 

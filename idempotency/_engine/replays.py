@@ -13,6 +13,7 @@ from idempotency._engine.fence import storable_code
 from idempotency._text import error_text
 from idempotency.exceptions import (
     OPEN_TO_RETRIES,
+    WAITS_FOR_DEPLOY,
     InProgress,
     InterventionRequired,
     KeyReused,
@@ -123,8 +124,8 @@ def _error_for(claim: Claim) -> InProgress | KeyReused | InterventionRequired | 
 
 def error_for_stuck(stuck_code: str) -> InProgress | InterventionRequired | Unavailable:
     """Return what the caller of a stuck key gets."""
-    if stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
-        return Unavailable(code=stuck_code)
+    if stuck_code in WAITS_FOR_DEPLOY:
+        return Unavailable(code=StuckCode.UNKNOWN_RECOVERY_POINT)
     if stuck_code in OPEN_TO_RETRIES:
         return InProgress(retry_after=LOOK_AGAIN_SECONDS)
     return InterventionRequired(stuck_code=stuck_code)

@@ -25,6 +25,7 @@ NOT_REFUSED = "refused_at = NULL, expires_at = NULL"
 #: A refusal ends too: an asyncio task of the view may begin a phase or call after the view was
 #: refused.
 _BEGUN = f"begun = true, {NOT_REFUSED}"
+_RESPONSE = "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s"
 CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
 #: The fence of most statements. A run may not know that its last COMMIT succeeded. Its next
@@ -58,6 +59,13 @@ class Updates:
         self.history_of_unlocked = dialect.append_after_lock.format(event=dialect.event)
         self.expired = f"k.expires_at < {self.now}"
         self.expiry = dialect.later_by.format("k.retention_hours", "hour")
+        # A key that is kept forever loses its arguments, which may be personal data.
+        body = "CASE WHEN k.retention_hours IS NULL THEN NULL ELSE k.request_body END"
+        #: The changes of each key that is finished now.
+        self.finished = (
+            f"recovery_point = '{FINISHED}', finished_at = {self.now}, expires_at = {self.expiry}, "
+            f"request_body = {body}, locked_until = NULL, {CLEAR_STUCK}, {_RESPONSE}"
+        )
 
     def _update(self, changes: str, condition: str) -> str:
         return f"UPDATE {TABLE} AS k SET {changes}, history = {self.history} WHERE {condition}"
@@ -93,23 +101,14 @@ class Updates:
 
     @cached_property
     def finish(self) -> str:
-        # A key that is kept forever loses its arguments, which may be personal data.
-        body = "CASE WHEN k.retention_hours IS NULL THEN NULL ELSE k.request_body END"
-        times = f"finished_at = {self.now}, expires_at = {self.expiry}, "
-        return self._finish(f"{times}request_body = {body}, ")
+        return self._update(self.finished, _AT_POINT)
 
     @cached_property
     def finish_plain(self) -> str:
         """Finish the key of a plain view, which its claim inserted with ``finished_at`` and
         ``expires_at``."""
-        return self._finish("")
-
-    def _finish(self, times: str) -> str:
-        response = (
-            "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s"
-        )
-        changes = f"recovery_point = '{FINISHED}', {times}locked_until = NULL, {CLEAR_STUCK}"
-        return self._update(f"{changes}, {response}", _AT_POINT)
+        changes = f"recovery_point = '{FINISHED}', locked_until = NULL, {CLEAR_STUCK}, {_RESPONSE}"
+        return self._update(changes, _AT_POINT)
 
     @cached_property
     def finish_untouched(self) -> str:

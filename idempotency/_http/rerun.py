@@ -37,8 +37,11 @@ class HttpAdapter:
             key, enter_request, lambda environment: use(StoredView(key, environment))
         )
 
-    def answer(self, value: HttpResponse) -> StoredResponse:
+    def answer(self, value: Any) -> StoredResponse:
         """Clients stop retrying only after a stored 2xx or 4xx."""
+        if not isinstance(value, HttpResponse):
+            kind = type(value).__name__
+            raise ValueError(f"The answer to the key of a request is an HttpResponse, not {kind}.")
         code = value.status_code
         if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_storable(value):
             text = gettext(

@@ -5,7 +5,7 @@ from typing import Any
 
 from idempotency import conf
 from idempotency._engine.fence import StoredResponse
-from idempotency._text import refuse_unstorable_json
+from idempotency._text import refuse_unstorable_json, summary
 from idempotency.exceptions import Rejected
 
 #: The codes under which results and refusals are stored.
@@ -13,13 +13,23 @@ RETURNED, REJECTED = 200, 422
 _CANONICAL = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False)
 
 
+class StoredResult(StoredResponse):
+    """The JSON of a result, or of a refusal."""
+
+    @property
+    def event_detail(self) -> str:
+        if self.code == RETURNED:
+            return "result"
+        return f"rejected: {summary(json.loads(self.body or b'{}')['code'])}"
+
+
 def stored(value: Any, name: str) -> StoredResponse:
     """Return what is stored of the result of the operation ``name``. Raises TypeError if it is not
     JSON."""
     if isinstance(value, Rejected):
         parts = {"code": value.code, "message": value.message, "data": value.data}
-        return StoredResponse(REJECTED, {}, encoded(parts, f"The refusal of {name}"))
-    return StoredResponse(RETURNED, {}, encoded(value, f"The result of {name}"))
+        return StoredResult(REJECTED, {}, encoded(parts, f"The refusal of {name}"))
+    return StoredResult(RETURNED, {}, encoded(value, f"The result of {name}"))
 
 
 def restored(code: int, body: bytes | None) -> Any:

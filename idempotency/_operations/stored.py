@@ -36,7 +36,10 @@ class OperationAdapter:
         try:
             return stored(value, "the operation")
         except TypeError as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(
+                f"{error} The answer to the key of an operation is its result, a JSON value, or"
+                " Rejected(code, message)."
+            ) from None
 
 
 def _enter(stack: ExitStack, environment: Environment, key: ClaimedKey) -> None:
