@@ -7,11 +7,24 @@ runs of its thread.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from uuid import UUID
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency._engine.errors import drop_connection, has_ended
+from idempotency.models import StagedJob
+
+
+class TransactionBroken(Exception):
+    """Raised through ``hand_over()`` when the transaction of the enqueuer can only be rolled back,
+    for example after a lost connection. ``job`` is the job of the hand-over that found or caused
+    it, if it is known; ``results`` has those before."""
+
+    def __init__(self, job: StagedJob | None, results: dict[UUID, Any]) -> None:
+        super().__init__("The transaction of the enqueuer is broken.")
+        self.job, self.results = job, results
 
 
 @contextmanager
@@ -70,12 +83,8 @@ def transaction_is_broken(alias: str | None, error: BaseException) -> bool:
 
 def _open_connections() -> list[BaseDatabaseWrapper]:
     """Return the open connections of this thread that are not inside ``atomic()``."""
-    wrappers = connections.all(initialized_only=True)
-    return [
-        wrapper
-        for wrapper in wrappers
-        if wrapper.connection is not None and not wrapper.in_atomic_block
-    ]
+    every = connections.all(initialized_only=True)
+    return [each for each in every if each.connection is not None and not each.in_atomic_block]
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:

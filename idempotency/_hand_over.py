@@ -10,29 +10,24 @@ the module.
 
 import logging
 from asyncio import CancelledError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from django.db import Error, connections, transaction
 from django.utils.module_loading import import_string
 
+from idempotency import backends
 from idempotency._async import FAILURES, awaited, in_own_context
 from idempotency._batch import Batch
-from idempotency._boundary import boundary, transaction_is_broken
+from idempotency._boundary import TransactionBroken, boundary, transaction_is_broken
 from idempotency._text import error_text
 from idempotency.backends import (
     Backend,
     BrokerUnavailable,
-    CallableBackend,
     HandOverResult,
-    NotOffered,
     OfferedSingly,
-    Refusal,
     Results,
-    TransactionBroken,
-    ends_at,
-    hand_over_savepoint,
-    offer_singly,
 )
 from idempotency.jobs import backend_path, not_allowed
 from idempotency.models import StagedJob
@@ -60,6 +55,26 @@ def backend_of(queue: str, *, using: str) -> Backend | None:
     return _built[path]
 
 
+class CallableBackend(backends.OneByOne):
+    """The backend of a dotted path to a function: ``function(job)`` takes the job or raises."""
+
+    def __init__(self, function: Callable[[StagedJob], object]) -> None:
+        self._function = function
+
+    def hand_over_one(self, queue: str, job: StagedJob) -> object:
+        return self._function(job)
+
+
+@contextmanager
+def _ends_at(deadline: float) -> Iterator[None]:
+    """Set the end of the batch for the hand-overs in this block."""
+    token = backends.deadline.set(deadline)
+    try:
+        yield
+    finally:
+        backends.deadline.reset(token)
+
+
 @in_own_context
 def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
     """Hand over the jobs of one queue, and add their results to the batch: all at once, or one by
@@ -69,7 +84,7 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
     Raises TransactionBroken if the transaction is broken. The results that hold nevertheless are in
     ``batch.lasting`` then.
     """
-    with boundary(), ends_at(batch.deadline):
+    with boundary(), _ends_at(batch.deadline):
         try:
             if (backend := backend_of(queue, using=batch.alias)) is None:
                 raise LookupError(
@@ -98,12 +113,9 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
 def _keep(broken: TransactionBroken, batch: Batch, lasting: bool) -> None:
     if lasting:
         batch.lasting |= broken.results
-    if (
-        (job := broken.job) is not None
-        and job.pk not in batch.lasting
-        and broken.__cause__ is not None
-    ):
-        batch.lasting[job.pk] = Refusal(broken.__cause__)
+    job, cause = broken.job, broken.__cause__
+    if job is not None and job.pk not in batch.lasting and cause is not None:
+        batch.lasting[job.pk] = backends.Refusal(cause)
         batch.culprit_is_known = True
 
 
@@ -114,11 +126,8 @@ def _results(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results
     unavailable = 0
     try:
         results = _offer(backend, queue, jobs)
-        if (
-            len(jobs) == 1
-            or isinstance(results, OfferedSingly)
-            or not _all(BrokerUnavailable, results)
-        ):
+        is_final = len(jobs) == 1 or isinstance(results, OfferedSingly)
+        if is_final or not _all(BrokerUnavailable, results):
             return results
         unavailable = 1  # The cause may be one of the jobs.
     except TransactionBroken:
@@ -128,7 +137,7 @@ def _results(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results
             return {jobs[0].pk: error}
         text = "queue %r refused a batch of %d jobs, which are handed over one by one: %s"
         logger.info(text, queue, len(jobs), error_text(error))
-    return offer_singly(jobs, offer_one, unavailable=unavailable)
+    return backends.offer_singly(jobs, offer_one, unavailable=unavailable)
 
 
 def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
@@ -136,7 +145,7 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
     backend."""
     results: Results = {}
     try:
-        with hand_over_savepoint(jobs[0]._state.db):
+        with backends.hand_over_savepoint(jobs[0]._state.db):
             results = _checked(queue, jobs, awaited(backend.hand_over(queue, jobs)))
         connections[str(jobs[0]._state.db)].validate_no_broken_transaction()
     except TransactionBroken:
@@ -156,24 +165,20 @@ def _checked(queue: str, jobs: Sequence[StagedJob], returned: Any) -> Results:
     ids = [job.pk for job in jobs]
     if not isinstance(returned, Mapping) or not returned.keys() <= set(ids):
         # No second hand-over: the backend may have sent them.
-        kind = type(returned).__name__
-        wrong = TypeError(
-            f"hand_over() of the backend of {queue!r} must return a dict by ids of these jobs, not"
-            f" this {kind}"
-        )
+        wanted = f"hand_over() of the backend of {queue!r} must return a dict by ids of these jobs"
+        wrong = TypeError(f"{wanted}, not this {type(returned).__name__}")
         return dict.fromkeys(ids, wrong)
     results: Results = {pk: returned.get(pk) for pk in ids}
-    if _all(NotOffered, results):
+    if _all(backends.NotOffered, results):
         # The pass would read the same jobs again without end.
-        return dict.fromkeys(
-            ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker.")
-        )
+        text = f"The backend offered none of {len(jobs)} jobs to the broker."
+        return dict.fromkeys(ids, BrokerUnavailable(text))
     if isinstance(returned, OfferedSingly):
         return OfferedSingly(results)
     taken = [position for position, pk in enumerate(ids) if results[pk] is None]
     for pk in ids[: max(taken, default=0)]:
         if isinstance(error := results[pk], BrokerUnavailable):
-            results[pk] = Refusal(error)
+            results[pk] = backends.Refusal(error)
     return results
 
 

@@ -63,11 +63,9 @@ def is_uncounted(error: BaseException, using: str | None) -> bool:
 
 def is_outage(error: BaseException, using: str | None) -> bool:
     """Return whether the database was unavailable."""
-    if (
-        not isinstance(error, Error)
-        or isinstance(error, InterfaceError)
-        or (sqlstate_of(error) or "").startswith(_LIMITS)
-    ):
+    if not isinstance(error, Error) or isinstance(error, InterfaceError):
+        return False
+    if (sqlstate_of(error) or "").startswith(_LIMITS):
         return False
     alias = using or router.db_for_write(ProcessedMessage)
     # A job that closes its own connection would do so in each run.
@@ -83,11 +81,8 @@ def _guard_hooks(name: str, job_id: str, alias: str) -> None:
             try:
                 hook.value()
             except (Exception, CancelledError) as error:
-                logger.exception(
-                    "an on_commit hook of the job %s (%s) failed, and is not called again",
-                    job_id,
-                    name,
-                )
+                text = "an on_commit hook of the job %s (%s) failed, and is not called again"
+                logger.exception(text, job_id, name)
                 errors.append(f"{name}: {error_text(error)}")
                 _record(job_id, errors, alias)
 

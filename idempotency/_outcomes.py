@@ -23,13 +23,12 @@ from django.db.models.deletion import Collector
 from django.db.models.functions import Now
 
 from idempotency._batch import Batch, due, first_statement, seconds_of_batch
-from idempotency._boundary import drop_broken_connections
+from idempotency._boundary import TransactionBroken, drop_broken_connections
 from idempotency._engine.errors import connection_lost, sqlstate_of
 from idempotency._engine.transactions import durable_transaction
 from idempotency._text import error_text, storable
 from idempotency.backends import (
     MAX_ATTEMPTS,
-    NAME_MAX_ATTEMPTS,
     BrokerUnavailable,
     HandOverResult,
     NoEffect,
@@ -38,7 +37,6 @@ from idempotency.backends import (
     OfferAgain,
     Refusal,
     TookEffect,
-    TransactionBroken,
 )
 from idempotency.exceptions import JobNotAllowed
 from idempotency.models import StagedJob
@@ -48,6 +46,9 @@ logger = logging.getLogger("idempotency")
 #: The wait after the first refusal. It doubles with each refusal, up to an hour; ten refusals take
 #: 1.4 hours.
 BACKOFF_SECONDS = 10
+#: The limit for a job refused with JobNotAllowed. These refusals take three days, so that a Monday
+#: deploy can add the function.
+NAME_MAX_ATTEMPTS = 81
 #: The SQLSTATEs of the time limits that end a transaction.
 _TIME_LIMITS = ("25P03", "25P04")
 

@@ -44,17 +44,13 @@ class _Mover(threading.Thread):
             while self.wake.wait(LINGER_SECONDS):
                 self.wake.clear()
                 close_old_connections()
-                enqueue_once(
-                    batch_size=BATCH_SIZE, using=self.alias, stop=partial(next, iter([False, True]))
-                )
+                stop = partial(next, iter([False, True]))
+                enqueue_once(batch_size=BATCH_SIZE, using=self.alias, stop=stop)
         except Exception as error:
             global _paused_until
             _paused_until = time.monotonic() + PAUSE_SECONDS
-            logger.info(
-                "HAND_OVER_AFTER_COMMIT pauses for %d s, only the enqueuer hands jobs over: %s",
-                PAUSE_SECONDS,
-                error,
-            )
+            text = "HAND_OVER_AFTER_COMMIT pauses for %d s, only the enqueuer hands jobs over: %s"
+            logger.info(text, PAUSE_SECONDS, error)
         finally:
             connections.close_all()
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
 from django.db import InterfaceError, OperationalError, connections, transaction
 
 from idempotency._async import awaited, in_own_context
-from idempotency._boundary import drop_broken_connections, transaction_is_broken
+from idempotency._boundary import TransactionBroken, drop_broken_connections, transaction_is_broken
 from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import STAGED_JOBS, took_effect
@@ -24,9 +25,6 @@ from idempotency.models import StagedJob
 
 #: A job has failed after this number of refusals, or of hand-overs without an effect.
 MAX_ATTEMPTS = 10
-#: The limit for a job refused with JobNotAllowed. These refusals take three days, so that a Monday
-#: deploy can add the function.
-NAME_MAX_ATTEMPTS = 81
 #: A batch hands over no job after this time, so that its transaction does not stay open.
 BATCH_SECONDS = 30
 BROKER_TIMEOUT_SECONDS = 10
@@ -35,7 +33,7 @@ BROKER_TIMEOUT_SECONDS = 10
 MOST_UNAVAILABLE = 10
 _TEN_YEARS = 315_576_000
 #: The end of the current batch, as a value of time.monotonic().
-_deadline: ContextVar[float] = ContextVar("idempotency_deadline", default=float("inf"))
+deadline: ContextVar[float] = ContextVar("idempotency_deadline", default=float("inf"))
 
 
 class BrokerUnavailable(IdempotencyError):
@@ -76,10 +74,8 @@ class OfferAgain:
 
     def __post_init__(self) -> None:
         if not isinstance(self.seconds, int | float) or not 1 <= self.seconds <= _TEN_YEARS:
-            raise ValueError(
-                f"OfferAgain takes a number of seconds from 1 to {_TEN_YEARS}, not"
-                f" {self.seconds!r}."
-            )
+            range_ = f"a number of seconds from 1 to {_TEN_YEARS}"
+            raise ValueError(f"OfferAgain takes {range_}, not {self.seconds!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +148,6 @@ class OfferedSingly(dict[UUID, "HandOverResult | None"]):
     find a job that the broker refuses with BrokerUnavailable."""
 
 
-class TransactionBroken(Exception):
-    """Raised through ``hand_over()`` when the transaction of the enqueuer can only be rolled back,
-    for example after a lost connection. ``job`` is the job of the hand-over that found or caused
-    it, if it is known; ``results`` has those before."""
-
-    def __init__(self, job: StagedJob | None, results: Results) -> None:
-        super().__init__("The transaction of the enqueuer is broken.")
-        self.job, self.results = job, results
-
-
 def seconds_left() -> float:
     """Return the seconds for which the current batch may begin hand-overs; a negative number after
     that time.
@@ -169,17 +155,7 @@ def seconds_left() -> float:
     A batch lasts BATCH_SECONDS, or half of a lower time limit that the database sets for
     transactions.
     """
-    return _deadline.get() - time.monotonic()
-
-
-@contextmanager
-def ends_at(deadline: float) -> Iterator[None]:
-    """Set the end of the batch for the hand-overs in this block."""
-    token = _deadline.set(deadline)
-    try:
-        yield
-    finally:
-        _deadline.reset(token)
+    return deadline.get() - time.monotonic()
 
 
 def offer_singly(
@@ -206,18 +182,15 @@ def offer_singly(
         if isinstance(result, BrokerUnavailable):
             failed[job.pk] = Refusal(result)
             row = len(failed) + unavailable
-            if row >= MOST_UNAVAILABLE or (
-                row > 1 and time.monotonic() - since >= BROKER_TIMEOUT_SECONDS
-            ):
+            was_slow = time.monotonic() - since >= BROKER_TIMEOUT_SECONDS
+            if row >= MOST_UNAVAILABLE or (row > 1 and was_slow):
                 return results | dict.fromkeys((left.pk for left in waiting), result)
         elif result is None or isinstance(result, OfferAgain):
             results |= failed
             failed, unavailable, taken, since = {}, 0, True, time.monotonic()
-    return (
-        results
-        | (failed if taken else {})
-        | dict.fromkeys((left.pk for left in waiting), NotOffered())
-    )
+    if taken:
+        results |= failed
+    return results | dict.fromkeys((left.pk for left in waiting), NotOffered())
 
 
 def _result_of(
@@ -252,17 +225,12 @@ class OneByOne:
         broker takes another job."""
         results: Results = {}
         # A retried job has no hand-overs, but keeps its last error.
-        if again := [
-            str(job.pk)
-            for job in jobs
-            if self.follow_up_seconds and (job.hand_overs or job.last_error)
-        ]:
+        again = [str(job.pk) for job in jobs if job.hand_overs or job.last_error]
+        if again and self.follow_up_seconds:
             try:
                 with transaction.atomic(using=(alias := jobs[0]._state.db)):
-                    results |= {
-                        UUID(done): TookEffect()
-                        for done in took_effect(STAGED_JOBS, again, using=alias)
-                    }
+                    done = took_effect(STAGED_JOBS, again, using=alias)
+                results |= {UUID(job_id): TookEffect() for job_id in done}
             except (OperationalError, InterfaceError) as error:
                 # No job is the cause, so no job is refused.
                 unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
@@ -271,40 +239,33 @@ class OneByOne:
         return OfferedSingly(results | offer_singly(waiting, partial(self._offer, queue)))
 
     def _offer(self, queue: str, job: StagedJob) -> OfferAgain | None:
-        again = self._offered_again(job)  # Before the hand-over, because it may raise.
-        if self.uses_database:
-            # The queue may be in this database. An error there must not break the transaction of
-            # the enqueuer.
-            with hand_over_savepoint(job._state.db):
-                self._hand_over_and_check(queue, job)
-        else:
+        again = None
+        if self.follow_up_seconds:
+            if job.hand_overs >= MAX_ATTEMPTS:
+                raise NoEffect
+            again = OfferAgain(min(self.follow_up_seconds * 2**job.hand_overs, _TEN_YEARS))
+        if not self.uses_database:
             self._hand_over(queue, job)
+            return again
+        # The queue may be in this database. An error there must not break the transaction of the
+        # enqueuer. The connections to other databases are checked before the next job.
+        with hand_over_savepoint(job._state.db):
+            try:
+                self._hand_over(queue, job)
+            finally:
+                aliases = drop_broken_connections()
+            if aliases:
+                raise RuntimeError(
+                    f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It"
+                    " was rolled back. Commit it in the hand-over, for example with"
+                    " transaction.atomic()."
+                )
         return again
 
     @in_own_context
     def _hand_over(self, queue: str, job: StagedJob) -> None:
-        refuse_generator(
-            f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job))
-        )
-
-    def _hand_over_and_check(self, queue: str, job: StagedJob) -> None:
-        """Hand one job over, and check the connections to other databases before the next one."""
-        try:
-            self._hand_over(queue, job)
-        finally:
-            aliases = drop_broken_connections()
-        if aliases:
-            raise RuntimeError(
-                f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It was"
-                " rolled back. Commit it in the hand-over, for example with transaction.atomic()."
-            )
-
-    def _offered_again(self, job: StagedJob) -> OfferAgain | None:
-        if not self.follow_up_seconds:
-            return None
-        if job.hand_overs >= MAX_ATTEMPTS:
-            raise NoEffect
-        return OfferAgain(min(self.follow_up_seconds * 2**job.hand_overs, _TEN_YEARS))
+        returned = awaited(self.hand_over_one(queue, job))
+        refuse_generator(f"The backend of the queue {queue!r}", returned)
 
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
         """Give one job to the broker; a coroutine is awaited.
@@ -313,16 +274,6 @@ class OneByOne:
         job.
         """
         raise NotImplementedError
-
-
-class CallableBackend(OneByOne):
-    """The backend of a dotted path to a function: ``function(job)`` takes the job or raises."""
-
-    def __init__(self, function: Callable[[StagedJob], object]) -> None:
-        self._function = function
-
-    def hand_over_one(self, queue: str, job: StagedJob) -> object:
-        return self._function(job)
 
 
 @contextmanager
@@ -342,12 +293,6 @@ def hand_over_savepoint(alias: str | None) -> Iterator[None]:
 def _callbacks() -> int:
     """Return the number of on_commit callbacks, except those of this app, on which no job
     depends."""
-    waiting = (
-        entry[1]
-        for connection in connections.all(initialized_only=True)
-        for entry in connection.run_on_commit
-    )
-    return sum(
-        not str(getattr(callback, "__module__", "")).startswith("idempotency.")
-        for callback in waiting
-    )
+    entries = (each.run_on_commit for each in connections.all(initialized_only=True))
+    modules = [getattr(entry[1], "__module__", "") for entry in chain.from_iterable(entries)]
+    return sum(not str(module).startswith("idempotency.") for module in modules)

@@ -261,7 +261,7 @@ def test_slow_queues_take_turns_with_all_others(staged, taken, monkeypatch):
     for module in (backends, _batch, enqueuer):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(
-        _hand_over, "backend_of", lambda queue, using: backends.CallableBackend(take_by_case)
+        _hand_over, "backend_of", lambda queue, using: _hand_over.CallableBackend(take_by_case)
     )
     stage_by_age(staged)
     assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=len(staged))
@@ -657,7 +657,7 @@ def test_no_queue_is_offered_jobs_in_a_transaction_whose_connection_is_lost(
 def test_no_other_queue_is_offered_after_the_connection_is_lost(monkeypatch):
     """The backend reports the loss as the refusal of a job."""
     cutting, others = Cutting(1), Away()
-    backend = backends.CallableBackend(lambda job: cutting.hand_over(job.queue, [job]))
+    backend = _hand_over.CallableBackend(lambda job: cutting.hand_over(job.queue, [job]))
     monkeypatch.setattr(
         _hand_over, "backend_of", lambda queue, using: backend if queue == "default" else others
     )
@@ -670,7 +670,7 @@ class Router:
     """A backend that passes its jobs to another one, which takes one at a time and refuses some."""
 
     def __init__(self):
-        self.sent, self.inner = [], backends.CallableBackend(self.take)
+        self.sent, self.inner = [], _hand_over.CallableBackend(self.take)
 
     def hand_over(self, queue, jobs):
         return self.inner.hand_over(queue, jobs)

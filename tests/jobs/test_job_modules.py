@@ -11,7 +11,7 @@ from django.core.checks import run_checks
 from django.db import ProgrammingError, transaction
 from django.db.models.functions import Now
 
-from idempotency import backends, jobs
+from idempotency import _outcomes, jobs
 from idempotency.backends import MAX_ATTEMPTS
 from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.rq import run_once
@@ -281,7 +281,7 @@ def test_rows_staged_before_the_deploy_wait_for_one_that_allows_them(broker, set
 
 def test_a_name_that_no_deploy_knows_within_three_days_is_given_up(broker):
     StagedJobFactory(
-        job_name="tests.missing.record", refusals=backends.NAME_MAX_ATTEMPTS - 1, last_error="x"
+        job_name="tests.missing.record", refusals=_outcomes.NAME_MAX_ATTEMPTS - 1, last_error="x"
     )
     assert enqueue_once() == EnqueuePass(failed=1)
     assert "tests.missing.record" in StagedJob.objects.get().last_error
