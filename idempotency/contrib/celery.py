@@ -5,7 +5,6 @@ and its own time limits, routes and retries. The backend refuses tasks without t
 """
 
 import logging
-import threading
 from asyncio import CancelledError
 from collections.abc import Awaitable
 from contextlib import nullcontext, suppress
@@ -27,7 +26,8 @@ from idempotency._hidden import Arguments, Hidden
 from idempotency._job_run import RETRIED, is_uncounted, job_run
 from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text
-from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
+from idempotency.backends import OneByOne
+from idempotency.contrib.celery_broker import Broker, unavailable, was_cut
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
 from idempotency.jobs import call_job, refuse_generator, refuse_module, shard_of
 from idempotency.models import StagedJob
@@ -41,20 +41,6 @@ _OUTAGES_HEADER = "idempotency_outages"
 _HEADERS = (SHARD_HEADER, _OUTAGES_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
-#: The time limits of calls to the broker. A failed call is not retried at once, but by the next
-#: pass.
-_BOUNDS = {
-    "redis": {
-        "max_retries": 0,
-        "socket_connect_timeout": 5,
-        "socket_timeout": BROKER_TIMEOUT_SECONDS,
-    },
-    # With confirm_publish, RabbitMQ confirms the message before the staged row is deleted.
-    "amqp": (
-        {"max_retries": 0, "confirm_publish": True}
-        | dict.fromkeys(("read_timeout", "write_timeout"), BROKER_TIMEOUT_SECONDS)
-    ),
-}
 
 
 class OnceRequest(Request):  # type: ignore[misc]
@@ -72,12 +58,8 @@ class OnceRequest(Request):  # type: ignore[misc]
             super().on_timeout(soft, timeout)
             return
         task_ready(self)
-        logger.error(
-            "The Celery task %s[%s] was killed at its time limit of %s s, and will run again.",
-            self.name,
-            self.id,
-            timeout,
-        )
+        text = "The Celery task %s[%s] was killed at its time limit of %s s, and will run again."
+        logger.error(text, self.name, self.id, timeout)
         self.reject(requeue=True)
 
     def on_failure(self, exc_info: Any, **options: Any) -> None:
@@ -157,9 +139,8 @@ class OnceTask(Task):  # type: ignore[misc]
             # Do not call retry(), because it would count against the task's retries.
             raise Reject(error, requeue=True) from error
         except (Exception, CancelledError) as error:  # also from COMMIT
-            if isinstance(error, (Ignore, Reject)) or (
-                isinstance(error, Retry) and error.sig is not None
-            ):
+            is_sent = isinstance(error, Retry) and error.sig is not None
+            if is_sent or isinstance(error, (Ignore, Reject)):
                 raise
             # A Retry without a message was raised by a task that this one called directly.
             reason = error.__cause__ if isinstance(error, Retry) else error
@@ -183,9 +164,8 @@ class OnceTask(Task):  # type: ignore[misc]
     def retry(self, *args: Any, **options: Any) -> Any:
         """Retry as in any task. If the next try cannot be published, the message of this try
         returns to the broker."""
-        headers = {
-            name: value for name in _HEADERS if (value := self.request.get(name)) is not None
-        }
+        found = {name: self.request.get(name) for name in _HEADERS}
+        headers = {name: value for name, value in found.items() if value is not None}
         # Headers that are given here, or that a tracer has sent, replace those of the message.
         if headers:
             former = self.request.as_execution_options()["headers"]
@@ -200,13 +180,10 @@ class OnceTask(Task):  # type: ignore[misc]
     def _uncounted_retry(self, request: Hidden[Any], reason: BaseException) -> Any:
         """Retry without counting a try; the wait doubles with each such run."""
         outages, tries = request.value.get(_OUTAGES_HEADER) or 0, request.value.retries
-        # Celery adds one.
-        request.value.retries = (
-            min(tries, tries if self.max_retries is None else self.max_retries) - 1
-        )
-        return self.retry(
-            exc=reason, countdown=min(2**outages, 3600), headers={_OUTAGES_HEADER: outages + 1}
-        )
+        most = tries if self.max_retries is None else self.max_retries
+        request.value.retries = min(tries, most) - 1  # Celery adds one.
+        headers = {_OUTAGES_HEADER: outages + 1}
+        return self.retry(exc=reason, countdown=min(2**outages, 3600), headers=headers)
 
     async def _finish(self, awaitable: Awaitable[Any], request: Hidden[Any]) -> Any:
         """Await the result of run() with the request on Celery's stack: the thread of the event
@@ -243,7 +220,7 @@ class CeleryBackend(OneByOne):
 
     def __init__(self) -> None:
         self.app: Celery = current_app._get_current_object()
-        self._kept = threading.local()
+        self._broker = Broker()
         self._imported = False
         if self.app.connection_for_write().transport.driver_type != "redis":
             self.follow_up_seconds = None
@@ -256,14 +233,11 @@ class CeleryBackend(OneByOne):
         Raises TypeError for a task that could be lost or take effect twice.
         """
         # The module of an unknown task is imported. A query of it may fail.
-        with (
-            nullcontext()
-            if job.job_name in self.app.tasks
-            else transaction.atomic(using=job._state.db)
-        ):
+        is_known = job.job_name in self.app.tasks
+        with nullcontext() if is_known else transaction.atomic(using=job._state.db):
             self._refuse_name(job.job_name)
-        kept = hasattr(self._kept, "producer")
-        producer = self._producer()
+        was_connected = self._broker.is_connected
+        producer = self._broker.producer(self.app)
         by_name = isinstance(job.job_args, dict)
         try:
             self.app.send_task(
@@ -279,25 +253,25 @@ class CeleryBackend(OneByOne):
                 **({} if queue == "default" else {"queue": queue}),
             )
         except BrokerError as error:
-            self._drop_producer()
+            self._broker.disconnect()
             if isinstance(error.__cause__, KeyError):  # kombu treats it as a lost connection.
                 raise error.__cause__ from None
-            if _was_cut(error.__cause__):
-                if kept:  # The connection may have been closed before this job.
+            if was_cut(error.__cause__):
+                if was_connected:  # The connection may have been closed before this job.
                     return self.hand_over_one(queue, job)
                 # Raises BrokerUnavailable if the broker also refuses a new connection.
-                self._producer()
+                self._broker.producer(self.app)
                 raise ValueError(
                     f"Celery's broker {producer.connection.as_uri()} closed the connection when it"
                     " got this job. If the job is larger than a limit of the broker, stage less"
                     f" data or raise the limit. The error: {error}"
                 ) from error
-            raise _unavailable(producer.connection, error) from error
+            raise unavailable(producer.connection, error) from error
         except LostConnection:
             # The message of this job may be the cause, unless the broker also refuses a new
             # connection.
-            self._drop_producer()
-            self._producer()
+            self._broker.disconnect()
+            self._broker.producer(self.app)
             raise
 
     def _refuse_name(self, name: str) -> None:
@@ -328,57 +302,12 @@ class CeleryBackend(OneByOne):
                     self.app.loader.import_default_modules()
         except Error as error:
             self._imported = False
-            raise JobNotAllowed(
-                f"The modules of Celery cannot be imported: {error_text(error)}"
-            ) from error
+            text = f"The modules of Celery cannot be imported: {error_text(error)}"
+            raise JobNotAllowed(text) from error
         try:
             with suppress(ImportError, JobNotAllowed):
                 refuse_module(name, module)
                 import_module(module)
         except (SystemExit, Error) as error:
-            raise JobNotAllowed(
-                f"The module {module} cannot be imported: {error_text(error)}"
-            ) from error
-
-    def _producer(self) -> Any:
-        """Return this thread's connected producer; a connection for each job would be slow.
-
-        Raises BrokerUnavailable if the broker refuses the connection, also because of the user or
-        the virtual host. kombu does not wrap these errors, and raises the status 403 as the error
-        of a channel.
-        """
-        if not hasattr(self._kept, "producer"):
-            connection = self.app.connection_for_write()
-            bounds = _BOUNDS.get(connection.transport.driver_type, {})
-            connection = self.app.connection_for_write(connect_timeout=5, transport_options=bounds)
-            try:
-                connection.default_channel  # noqa: B018
-            except (
-                BrokerError,
-                *connection.connection_errors,
-                *connection.channel_errors,
-            ) as error:
-                with suppress(Exception):
-                    connection.close()
-                raise _unavailable(connection, error) from error
-            self._kept.producer = self.app.amqp.Producer(connection, auto_declare=False)
-        return self._kept.producer
-
-    def _drop_producer(self) -> None:
-        with suppress(Exception):  # It is broken already.
-            vars(self._kept).pop("producer").connection.close()
-
-
-def _was_cut(error: BaseException | None) -> bool:
-    """Return whether Redis has closed the connection. The class of the error does not tell, because
-    other errors share it."""
-    return isinstance(
-        getattr(error, "__context__", None), ConnectionError
-    ) or "closed by server" in str(error)
-
-
-# as_uri() masks the password.
-def _unavailable(connection: Any, error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(
-        f"Celery's broker {connection.as_uri()} takes no jobs at the moment: {error}"
-    )
+            text = f"The module {module} cannot be imported: {error_text(error)}"
+            raise JobNotAllowed(text) from error

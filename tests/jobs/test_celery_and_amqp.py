@@ -119,7 +119,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, server: AmqpServer) -> Iterator[Cel
     monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backend)
     yield backend
     with suppress(AttributeError, KeyError):
-        backend._drop_producer()
+        backend._broker.disconnect()
     backend.app.close()
     gc.collect()
 
@@ -174,7 +174,7 @@ def test_an_error_while_a_job_is_published_refuses_that_job(backend, server, clo
 
 def test_a_broker_that_closes_the_connection_and_refuses_the_next_burns_nothing(backend, server):
     StagedJobFactory(job_name="tests.charge", job_args=[])
-    backend._producer()
+    backend._broker.producer(backend.app)
     server.answers |= dict.fromkeys((DECLARE, DECLARE_QUEUE), closing(CLOSE, 530)) | {
         OPEN: closing(CLOSE, 530)
     }

@@ -1,0 +1,71 @@
+"""The connection of a process to Celery's broker, one for each thread."""
+
+import threading
+from contextlib import suppress
+from typing import Any
+
+from celery import Celery
+from kombu.exceptions import OperationalError as BrokerError
+
+from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable
+
+#: The time limits of calls to the broker. A failed call is not retried at once, but by the next
+#: pass.
+_REDIS = {"max_retries": 0, "socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS}
+# With confirm_publish, RabbitMQ confirms the message before the staged row is deleted.
+_AMQP = {"max_retries": 0, "confirm_publish": True} | dict.fromkeys(
+    ("read_timeout", "write_timeout"), BROKER_TIMEOUT_SECONDS
+)
+BOUNDS = {"redis": _REDIS, "amqp": _AMQP}
+
+
+class Broker:
+    """The broker, with a connected producer for each thread, because a connection for each job
+    would be slow."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    @property
+    def is_connected(self) -> bool:
+        return hasattr(self._thread, "producer")
+
+    def producer(self, app: Celery) -> Any:
+        """Return this thread's connected producer for an app.
+
+        Raises BrokerUnavailable if the broker refuses the connection, also because of the user or
+        the virtual host. kombu does not wrap these errors, and raises the status 403 as the error
+        of a channel.
+        """
+        if not self.is_connected:
+            connection = app.connection_for_write()
+            bounds = BOUNDS.get(connection.transport.driver_type, {})
+            connection = app.connection_for_write(connect_timeout=5, transport_options=bounds)
+            errors = (*connection.connection_errors, *connection.channel_errors)
+            try:
+                connection.default_channel  # noqa: B018
+            except (BrokerError, *errors) as error:
+                with suppress(Exception):
+                    connection.close()
+                raise unavailable(connection, error) from error
+            self._thread.producer = app.amqp.Producer(connection, auto_declare=False)
+        return self._thread.producer
+
+    def disconnect(self) -> None:
+        """Close this thread's connection, which may be broken already."""
+        with suppress(Exception):
+            vars(self._thread).pop("producer").connection.close()
+
+
+def was_cut(error: BaseException | None) -> bool:
+    """Return whether Redis has closed the connection. The class of the error does not tell, because
+    other errors share it."""
+    cause = getattr(error, "__context__", None)
+    return isinstance(cause, ConnectionError) or "closed by server" in str(error)
+
+
+def unavailable(connection: Any, error: Exception) -> BrokerUnavailable:
+    """Return the exception for an error of the broker; as_uri() masks the password."""
+    return BrokerUnavailable(
+        f"Celery's broker {connection.as_uri()} takes no jobs at the moment: {error}"
+    )
