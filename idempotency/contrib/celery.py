@@ -4,7 +4,6 @@ The protection is a base class, not a wrapper task, so that each job keeps its n
 and its own time limits, routes and retries. The backend refuses tasks without the base class.
 """
 
-import logging
 from asyncio import CancelledError
 from collections.abc import Awaitable
 from contextlib import nullcontext, suppress
@@ -15,9 +14,7 @@ from typing import Any
 from amqp.exceptions import ConnectionError as LostConnection  # type: ignore[import-untyped]
 from asgiref.sync import async_to_sync
 from celery import Celery, Task, current_app, shared_task
-from celery.exceptions import Ignore, Reject, Retry, TimeLimitExceeded
-from celery.worker.request import Request
-from celery.worker.state import task_ready
+from celery.exceptions import Ignore, Reject, Retry
 from django.db import Error, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
@@ -27,12 +24,10 @@ from idempotency._job_run import RETRIED, is_uncounted, job_run
 from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text
 from idempotency.backends import OneByOne
-from idempotency.contrib.celery_broker import Broker, unavailable, was_cut
+from idempotency.contrib.celery_delivery import Broker, OnceRequest, unavailable, was_cut
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
 from idempotency.jobs import call_job, refuse_generator, refuse_module, shard_of
 from idempotency.models import StagedJob
-
-logger = logging.getLogger("idempotency")
 
 #: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
@@ -41,31 +36,6 @@ _OUTAGES_HEADER = "idempotency_outages"
 _HEADERS = (SHARD_HEADER, _OUTAGES_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
-
-
-class OnceRequest(Request):  # type: ignore[misc]
-    """A delivery of a task. If its process is killed at the hard ``time_limit``, the message
-    returns to the broker.
-
-    Celery would discard the message and call ``link_error``. Its option ``acks_on_timeout`` (since
-    5.7) keeps the message, but still calls ``link_error``.
-    """
-
-    def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Return the message to the broker at a hard limit. At a soft limit, the task gets an
-        exception."""
-        if soft:
-            super().on_timeout(soft, timeout)
-            return
-        task_ready(self)
-        text = "The Celery task %s[%s] was killed at its time limit of %s s, and will run again."
-        logger.error(text, self.name, self.id, timeout)
-        self.reject(requeue=True)
-
-    def on_failure(self, exc_info: Any, **options: Any) -> None:
-        """Ignore the failure at a hard limit, because a process pool calls ``on_timeout`` next."""
-        if exc_info.type is not TimeLimitExceeded:
-            super().on_failure(exc_info, **options)
 
 
 #: The options of a task that calls an operation: ``@shared_task(**RETRIES)``. The broker keeps the

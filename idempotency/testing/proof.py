@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any, Self
 
 from django.db import connections
@@ -50,9 +51,8 @@ class Proof(TwoKeys):
         self._stack.enter_context(downstream_calls_noticed(permitted_addresses(self._ignore)))
         self._threads = Threads()
         self._stack.callback(self._threads.close)
-        self._in_transactions = all(
-            connections[alias].vendor == "postgresql" for alias in connections
-        )
+        vendors = {connections[alias].vendor for alias in connections}
+        self._in_transactions = vendors == {"postgresql"}
         began = time.monotonic()
         try:
             self._undisturbed = self._run_undisturbed()
@@ -75,13 +75,10 @@ class Proof(TwoKeys):
 
     def crashes(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each crash of the process with each way of recovery, as a title and a check."""
-        for place in self._undisturbed.places:
-            for how, by_completer in (
-                ("the client retries", False),
-                ("the completer takes over", True),
-            ):
-                title = f"The process dies {place}\n   and {how}."
-                yield title, partial(self._crash, place, title, by_completer)
+        ways = (("the client retries", False), ("the completer takes over", True))
+        for place, (how, by_completer) in product(self._undisturbed.places, ways):
+            title = f"The process dies {place}\n   and {how}."
+            yield title, partial(self._crash, place, title, by_completer)
 
     def calls_in_transactions(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each call to a downstream service inside a transaction, as a title and a check."""
@@ -93,14 +90,9 @@ class Proof(TwoKeys):
         """Yield each interleaving of two attempts with one key. If the lock has expired, the first
         attempt resumes late."""
         if not self._in_transactions:
-            self.report.skipped.append(
-                "two attempts at once: not tested, because SQLite in memory has only one connection"
-                if one_connection()
-                else (
-                    "two attempts at once inside a transaction: not tested, because SQLite has one"
-                    " writer"
-                )
-            )
+            one = "two attempts at once: not tested, because SQLite in memory has one connection"
+            inside = "two attempts at once inside a transaction: not tested, because SQLite has one"
+            self.report.skipped.append(one if one_connection() else f"{inside} writer")
         for expired in (False, True):
             for first, place in enumerate(self._held()):
                 second = 0
@@ -108,11 +100,9 @@ class Proof(TwoKeys):
                 while stopped.pop():
                     # until the check shows that the second attempt reached its stop
                     stopped.append(False)
-                    how = (
-                        "its lock expires, and a second attempt overtakes it"
-                        if expired
-                        else "a second attempt comes"
-                    )
+                    how = "a second attempt comes"
+                    if expired:
+                        how = "its lock expires, and a second attempt overtakes it"
                     title = (
                         f"An attempt is held up {place}\n   {how}, and is held up at its boundary"
                         f" {second + 1}."
@@ -145,9 +135,8 @@ class Proof(TwoKeys):
         places_of_effects: list[str] = []
 
         def note_effects(run: Run, place: Place) -> None:
-            if isinstance(self._effects, list) and len(self._effects) > len(
-                places_of_effects
-            ) + len(self._first_effects):
+            known = len(places_of_effects) + len(self._first_effects)
+            if isinstance(self._effects, list) and len(self._effects) > known:
                 places_of_effects.append(f"between {run.places[-2].line} and {place.line}")
 
         found: list[Leaves] = []
@@ -158,9 +147,8 @@ class Proof(TwoKeys):
                 run.reach("before", "response")
             self._note(run)
             if answer.error is not None:
-                raise CannotProve(
-                    "The undisturbed request fails already; see the error above."
-                ) from answer.error
+                text = "The undisturbed request fails already; see the error above."
+                raise CannotProve(text) from answer.error
             if answer.status >= 500 or not (self._keys().exists() or self._messages()):
                 raise CannotProve(
                     f"The undisturbed request was answered with {answer.status}, and left neither a"
@@ -177,12 +165,9 @@ class Proof(TwoKeys):
                 " to compare."
             )
         self._expected, self._random = found[0], random_paths(*found)
-        calls = [
-            place.line
-            for place in run.places
-            if place.what == "downstream call" and place.when == "before"
-        ]
-        self._effect_lines = places_of_effects or sorted(set(calls))
+        begins = ("downstream call", "before")
+        calls = {place.line for place in run.places if (place.what, place.when) == begins}
+        self._effect_lines = places_of_effects or sorted(calls)
         return run
 
     def _crash(self, place: Place, title: str, by_completer: bool) -> Failure | None:
@@ -226,9 +211,8 @@ class Proof(TwoKeys):
         key = self._fresh()
         # The key is made older before the first attempt locks its row, so the attempt also stops
         # one boundary earlier.
-        attempt = partial(
-            Attempt, self._threads, partial(self._ask, key), in_transactions=self._in_transactions
-        )
+        ask, inside = partial(self._ask, key), self._in_transactions
+        attempt = partial(Attempt, self._threads, ask, in_transactions=inside)
         one, other = attempt(*((first - 1, first) if expired else (first,))), attempt(second)
         one.start()
         one.settle()
@@ -247,22 +231,13 @@ class Proof(TwoKeys):
         self._note(other.run)
         last = self._retried(key)
         for answer in answers:
-            if (
-                answer.status == last.status
-                and answer.status not in COME_BACK
-                and answer.content != last.content
-            ):
+            is_final = answer.status == last.status and answer.status not in COME_BACK
+            if is_final and answer.content != last.content:
                 told = Difference(("answer", "to each client"), last.body(), answer.body())
-                return explained(
-                    title, [told], answer, self._undisturbed, self._derived, self._effect_lines
-                )
+                return self._explained(title, [told], answer)
         # If an earlier client got the same answer, the answer has stayed the same.
-        return self._checked(
-            title,
-            key,
-            last,
-            stays=any((a.status, a.content) == (last.status, last.content) for a in answers),
-        )
+        stays = any((a.status, a.content) == (last.status, last.content) for a in answers)
+        return self._checked(title, key, last, stays=stays)
 
     def _lock_expires(self, one: Attempt, first: int) -> bool:
         """Let the first attempt reach its boundary, and let its lock expire before or at the
@@ -289,14 +264,14 @@ class Proof(TwoKeys):
         elif not differences and not stays:
             again = self._ask(key)
             if again.content != answer.content or again.status != answer.status:
-                differences = [
-                    Difference(
-                        ("answer", "to the same request once more"), answer.body(), again.body()
-                    )
-                ]
+                what = ("answer", "to the same request once more")
+                differences = [Difference(what, answer.body(), again.body())]
         # A view may handle the exception of a refused call, and leave no difference.
         if not differences and not refusals():
             return None
+        return self._explained(title, differences, answer)
+
+    def _explained(self, title: str, differences: list[Difference], answer: Answer) -> Failure:
         return explained(
             title, differences, answer, self._undisturbed, self._derived, self._effect_lines
         )

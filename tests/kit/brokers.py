@@ -15,7 +15,7 @@ from django.conf import settings
 from django_tasks_db.models import DBTaskResult
 
 from idempotency import _hand_over, backends, enqueuer
-from idempotency.contrib import celery_broker
+from idempotency.contrib import celery_delivery
 from idempotency.contrib import rq as rq_backend
 from idempotency.models import StagedJob
 from tests.kit.celery_app import app, broker_url
@@ -186,7 +186,7 @@ class Celery(Broker):
         _hand_over._built.clear()
         with pytest.MonkeyPatch.context() as patch:
             for name in ("socket_timeout", "socket_connect_timeout"):
-                patch.setitem(celery_broker.BOUNDS["redis"], name, IMPATIENCE_SECONDS)
+                patch.setitem(celery_delivery.BOUNDS["redis"], name, IMPATIENCE_SECONDS)
             yield
         app.conf.broker_write_url = former
         _hand_over._built.clear()

@@ -1,13 +1,19 @@
-"""The connection of a process to Celery's broker, one for each thread."""
+"""The delivery of Celery's tasks: the connection to the broker, and the request of a worker."""
 
+import logging
 import threading
 from contextlib import suppress
 from typing import Any
 
 from celery import Celery
+from celery.exceptions import TimeLimitExceeded
+from celery.worker.request import Request
+from celery.worker.state import task_ready
 from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable
+
+logger = logging.getLogger("idempotency")
 
 #: The time limits of calls to the broker. A failed call is not retried at once, but by the next
 #: pass.
@@ -55,6 +61,31 @@ class Broker:
         """Close this thread's connection, which may be broken already."""
         with suppress(Exception):
             vars(self._thread).pop("producer").connection.close()
+
+
+class OnceRequest(Request):  # type: ignore[misc]
+    """A delivery of a task. If its process is killed at the hard ``time_limit``, the message
+    returns to the broker.
+
+    Celery would discard the message and call ``link_error``. Its option ``acks_on_timeout`` (since
+    5.7) keeps the message, but still calls ``link_error``.
+    """
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """Return the message to the broker at a hard limit. At a soft limit, the task gets an
+        exception."""
+        if soft:
+            super().on_timeout(soft, timeout)
+            return
+        task_ready(self)
+        text = "The Celery task %s[%s] was killed at its time limit of %s s, and will run again."
+        logger.error(text, self.name, self.id, timeout)
+        self.reject(requeue=True)
+
+    def on_failure(self, exc_info: Any, **options: Any) -> None:
+        """Ignore the failure at a hard limit, because a process pool calls ``on_timeout`` next."""
+        if exc_info.type is not TimeLimitExceeded:
+            super().on_failure(exc_info, **options)
 
 
 def was_cut(error: BaseException | None) -> bool:
