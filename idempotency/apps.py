@@ -24,7 +24,7 @@ class IdempotencyConfig(AppConfig):
         from idempotency._operations.definition import METHOD
         from idempotency._operations.stored import OperationAdapter
         from idempotency._text import escape_arguments
-        from idempotency.checks import databases, settings, views  # noqa: F401
+        from idempotency.checks import databases, operations, settings, views  # noqa: F401
 
         logging.getLogger("idempotency").addFilter(escape_arguments)
         adapter.register(adapter.HTTP, HttpAdapter())

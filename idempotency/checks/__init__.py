@@ -1,4 +1,4 @@
-"""System checks of settings, databases and views. The ids are listed in docs/reference.md."""
+"""System checks of settings, databases, views and operations. docs/reference.md lists the ids."""
 
 from django.core.checks import Error, Warning
 
