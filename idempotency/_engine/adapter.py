@@ -68,8 +68,11 @@ class Outcome:
 class Work(Protocol):
     """The work of one run: it is called once in each attempt."""
 
-    #: The dotted path of the function, for messages.
+    #: What it is, such as "view", and the dotted path of its function, for messages.
+    kind: str
     name: str
+    #: What may mark a transaction for rollback unnoticed, for messages; each ends with a comma.
+    rollback_causes: str
     #: The request for signals; None in a run of the completer.
     request: Any
     by_completer: bool

@@ -1,4 +1,4 @@
-"""Advisory locks of PostgreSQL: they are visible before COMMIT, unlike the row of a plain view.
+"""Advisory locks of PostgreSQL: they are visible before COMMIT, unlike the row of a plain run.
 
 They last as long as the transaction of the claim. The lock of the key refuses a duplicate at once.
 The mark of the request shows whether the duplicate is the same request.

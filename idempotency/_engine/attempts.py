@@ -65,7 +65,8 @@ class Attempts:
             return False
         key = run.key
         logger.info(
-            "a request%s is run again inside the process: %s",
+            "a %s%s is run again inside the process: %s",
+            run.work.kind,
             f" of key {key.key_hash}" if key is not None else "",
             f"{failure} failure ({type(error).__name__})",  # Its message may quote the body.
             extra=about(key) if key is not None else None,

@@ -72,7 +72,7 @@ class _Found:
 
 
 def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
-    """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of
+    """Claim the key of a phased run, in autocommit. On CLAIMED the row is locked with the token of
     this claim. Otherwise at most an expired key was retired. The ``recovery_points`` are those that
     the running code declares, and the first. Raises ``request.unstorable`` if the claim would store
     the request, because the key is new or nothing was begun for it."""
@@ -119,14 +119,14 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
 
 
 def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
-    """Return the claim of a plain view, which may be sent with BEGIN."""
+    """Return the claim of a plain run, which may be sent with BEGIN."""
     text = statements_for(using)
     claim = text.claim_plain if vendor(using) == "postgresql" else text.insert_plain
     return First(claim, _parameters(request, using))
 
 
 def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
-    """Claim the key of a plain view in its transaction, which may have begun with ``first``. On
+    """Claim the key of a plain run in its transaction, which may have begun with ``first``. On
     CLAIMED the row is inserted, and visible after COMMIT. Until then advisory locks refuse a
     duplicate; on SQLite the duplicate waits for the write lock. Otherwise only an expired row
     changes."""
@@ -153,7 +153,7 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
         if found.key is None:
             continue  # The row was inserted or deleted concurrently.
         if not found.expired:
-            # A plain view leaves no unfinished row: the view was phased before a deploy.
+            # A plain run leaves no unfinished row: the work was phased before a deploy.
             return _conflict(found, request) or Claim(ClaimOutcome.UNKNOWN_POINT, found.key)
         _retire(found.key, request, using)
     return Claim(ClaimOutcome.IN_PROGRESS)

@@ -44,7 +44,7 @@ def retryable_failure(
 ) -> Literal["serialization", "unique"] | None:
     """Return "serialization" or "unique" if a retry of the same work may succeed, else None. A
     unique violation above READ COMMITTED is "unique". It may come from ``get_or_create``, which
-    would have waited and found the row at that level; but it may also be a bug of the view."""
+    would have waited and found the row at that level; but it may also be a bug of the work."""
     if serialization_failed(error):
         return "serialization"
     unique = any(sqlstate_of(cause) == _UNIQUE_VIOLATION for cause in _causes(error))

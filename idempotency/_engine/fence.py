@@ -100,7 +100,7 @@ def finish(
     key. With ``untouched``, raises LockLost also if something was begun: if the response to a
     COMMIT was lost, the run may not know of it."""
     statement = "finish_untouched" if untouched else "finish"
-    if key.recovery_point == FINISHED:  # The row of a plain view was inserted as finished.
+    if key.recovery_point == FINISHED:  # The row of a plain run was inserted as finished.
         statement = "finish_plain"
     event, detail = HistoryEvent.FINISHED, response.event_detail
     _fenced(statement, key, using, last_of, event=event, detail=detail, **response.parameters())
@@ -109,7 +109,7 @@ def finish(
 def set_free(
     key: ClaimedKey, code: int, *, using: str, last_of: OwnTransaction | None = None
 ) -> None:
-    """Let the client of a plain view use its key again, although the writes of the view are
+    """Let the client of a plain run use its key again, although the writes of the work are
     committed. The row expires under another scope. It has the status of the response, but neither
     headers nor body."""
     event, detail = HistoryEvent.FINISHED, f"status {code}, not stored"

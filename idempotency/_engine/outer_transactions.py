@@ -51,7 +51,7 @@ def require_no_transaction(using: str) -> None:
     require_autocommit(using)
     if in_outer_transaction(using):
         raise RuntimeError(
-            "A phased view, a phase or a call was entered inside a transaction, whose rollback"
-            " would undo its committed work. Leave the outer transaction.atomic() first. Phases and"
+            "Phased work, a phase or a call was entered inside a transaction, whose rollback would"
+            " undo its committed work. Leave the outer transaction.atomic() first. Phases and"
             " calls cannot be nested in a phase either. " + nearest_function()
         )

@@ -83,8 +83,8 @@ class AtomicPhase:
         self._target = to
 
     def write(self, own: OwnTransaction) -> None:
-        """Write the recovery point or the response with the last statement: before COMMIT, or in
-        one round trip with it.
+        """Write the recovery point or the result with the last statement: before COMMIT, or in one
+        round trip with it.
 
         Raises PhaseDidNotAdvance if no end was set.
         Raises LockLost if another claim has taken over the key.
@@ -95,14 +95,13 @@ class AtomicPhase:
         run.calls.require_results()
         if connections[run.using].needs_rollback:
             raise TransactionManagementError(
-                "The transaction of this phase was marked for rollback: by set_rollback(True), by"
-                " the exception handler of Django REST framework, or by a database error that the"
-                " block has caught. The phase is not committed. Handle the exception outside the"
-                " phase, or put the statements that may fail into a transaction.atomic() of their"
-                " own."
+                "The transaction of this phase was marked for rollback:"
+                f" {run.work.rollback_causes} or by a database error that the block has caught. The"
+                " phase is not committed. Handle the exception outside the phase, or put the"
+                " statements that may fail into a transaction.atomic() of their own."
             ) from connections[run.using].rollback_exc  # type: ignore[attr-defined]
         if self._target == FINISHED:
-            # In the transaction of the phase: the template of a response may query the database.
+            # In the transaction of the phase: rendering the result may query the database.
             self._outcome = run.work.outcome(self._result)
             stored = run.work.stored(self._outcome.value)
             fence.finish(run.key, stored, using=run.using, last_of=own)
@@ -152,7 +151,7 @@ def atomic_phase(
     level, lease = run.begin_phase(isolation), run.key.lease_seconds
     with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
-        # Registered first: an exception in a hook of the view must not skip it.
+        # Registered first: an exception in a hook of the work must not skip it.
         transaction.on_commit(phase.note, using=run.using)
         yield phase
         phase.write(own)

@@ -39,7 +39,7 @@ class PlainRun:
         self.is_nested = in_outer_transaction(using)
         if self.is_nested:
             work.check_outer_transaction(using)
-            savepoints.check_outer_transaction(work.level(), using=using, nests=work.nests)
+            savepoints.check_outer_transaction(work, using=using)
 
     @property
     def level(self) -> Isolation | None:
@@ -136,13 +136,13 @@ class PlainRun:
         for connection in others.marked_for_rollback():
             if outcome.code >= 400:
                 raise RolledBack(outcome) from connection.rollback_exc
+            work = self.work
             raise TransactionManagementError(
-                f"The view {self.work.name} responded with status {outcome.code}, but its"
-                f" transaction on {connection.alias!r} was marked for rollback: by"
-                " set_rollback(True), by the exception handler of Django REST framework, or by a"
-                " database error that the view has caught. Nothing is stored. Respond with an"
-                " error, raise an exception, or put the statements that may fail into a"
-                " transaction.atomic() of their own."
+                f"The {work.kind} {work.name} succeeded with status {outcome.code}, but its"
+                f" transaction on {connection.alias!r} was marked for rollback:"
+                f" {work.rollback_causes} or by a database error that the {work.kind} has caught."
+                " Nothing is stored. Return an error, raise an exception, or put the statements"
+                " that may fail into a transaction.atomic() of their own."
             ) from connection.rollback_exc
 
 

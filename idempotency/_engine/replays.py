@@ -102,9 +102,10 @@ def replay(key: ClaimedKey, work: Work) -> Any:
 def _stored_value(key: ClaimedKey, work: Work) -> Any:
     if key.response_code is None:
         logger.error(
-            "key %s was committed without a response, probably because its view ended the"
-            " transaction with COMMIT. The writes before it are committed. The client gets 409.",
-            key.key_hash,
+            "key %s was committed without a result, probably because its %s ended the transaction"
+            " with COMMIT. The writes before it are committed. The caller gets an error, and the"
+            " key requires manual intervention.",
+            *(key.key_hash, work.kind),
             extra=events.about(key),
         )
         raise InterventionRequired

@@ -225,7 +225,7 @@ def _error(
 def _is_worth_preparing(own: "psycopg.Connection[Any]", key: _Key) -> bool:
     prepared = _prepared(own)
     prepared.uses[key] += 1
-    # With other cursors the views have statements that psycopg prepares, and drops with all others
+    # With other cursors the project has statements that psycopg prepares, and drops with all others
     # after a rollback.
     settled = issubclass(own.cursor_factory, psycopg.ClientCursor) and prepared.losses < _MAX_LOSSES
     return (

@@ -61,15 +61,15 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
                 raise
             if work.is_committed:
                 raise RuntimeError(
-                    "A hook of transaction.on_commit() raised this exception after the response was"
+                    "A hook of transaction.on_commit() raised this exception after the result was"
                     " stored."
                 ) from error
             if instead.is_raised:
                 raise
             if instead.keeps_writes:
                 raise RuntimeError(
-                    f"The writes of the view {work.name} are rolled back, because it raised an"
-                    " exception or marked its transaction for rollback. It cannot respond with"
+                    f"The writes of the {work.kind} {work.name} are rolled back, because it raised"
+                    " an exception or marked its transaction for rollback. It cannot respond with"
                     " not_stored(keep_writes=True)."
                 ) from error
             if not instead.is_stored:
@@ -181,10 +181,10 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
     - ``KeyStuck``, if the key is not finished: the key is stuck.
     - ``NotReplicated`` and other exceptions: the key is released at its last recovery point.
     - the outcome that a phase has stored: the commit of the phase has finished the key.
-    - a 5xx that the adapter has made of an exception, after something was begun: released.
+    - a failure (a code from 500) of an exception, after something was begun: released.
     - an outcome that should be stored, but was not stored by a phase: a mistake of the work.
     - an error before any effect that should be stored: it finishes the key.
-    - another 4xx: the key is refused, so that only a repeat of the caller runs it.
+    - another refusal: the key is refused, so that only a repeat of the caller runs it.
     - anything else: released.
     """
     key, using = run.key, run.using
@@ -237,10 +237,10 @@ def _description(run: PhasedRun, outcome: Outcome) -> str:
 
 
 def _uncommitted(outcome: Outcome) -> ResponseNotCommitted:
-    status = f"A response with status {outcome.code}"
+    status = f"A result with status {outcome.code}"
     what = type(outcome.cause).__name__ if outcome.is_raised else status
     return ResponseNotCommitted(
-        f"{what} is not the response that a phase stored. Store it with"
+        f"{what} is not the one that a phase stored. Store it with"
         " phase.set_response(response) and return key.response()."
     )
 

@@ -1,6 +1,6 @@
 """The savepoint of a key in a transaction that its caller has opened, such as a middleware.
 
-The key, its work and its response commit with that transaction or are rolled back with it. The app
+The key, its work and its result commit with that transaction or are rolled back with it. The app
 sets nothing in it: a setting of SET LOCAL would outlive the savepoint.
 """
 
@@ -13,11 +13,11 @@ from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency import conf
+from idempotency._engine.adapter import Work
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.events import about
 from idempotency._engine.outer_transactions import nearest_function, require_autocommit
 from idempotency._engine.transactions import OwnBlock, OwnTransaction
-from idempotency.conf import Isolation
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -27,26 +27,28 @@ logger = logging.getLogger("idempotency")
 MAX_KEYS = 1000
 
 
-def check_outer_transaction(isolation: Isolation | None, *, using: str, nests: bool) -> None:
+def check_outer_transaction(work: Work, *, using: str) -> None:
     """Raise RuntimeError if a key cannot be claimed in the open transaction of the caller. Only
     work that ``nests`` may be a part of another run's transaction."""
+    isolation = work.level()
     require_autocommit(using)
     connection = connections[using]
     is_in_run = any(isinstance(block, OwnBlock) for block in connection.atomic_blocks)
-    if is_in_run and not nests:
+    if is_in_run and not work.nests:
         problem = (
-            "A protected view was entered inside the transaction of another one, with another key."
-            " Call it outside."
+            f"The {work.kind} {work.name} was entered inside the transaction of another run, with"
+            " another key. Call it outside."
         )
     elif conf.get().CONFIRM_REPLICATED and not is_in_run:  # A run confirms its own COMMIT.
         problem = (
-            "With CONFIRM_REPLICATED, a protected view cannot run inside an outer transaction,"
-            " whose COMMIT this app cannot confirm. Leave that transaction first."
+            f"With CONFIRM_REPLICATED, the {work.kind} {work.name} cannot run inside an outer"
+            " transaction, whose COMMIT this app cannot confirm. Leave that transaction first."
         )
     elif isolation is not None and (level := _level(connection)) not in (None, isolation):
         problem = (
-            f"The view requires the isolation {isolation!r}, but it was entered inside an outer"
-            f" transaction at {level!r}. Open that transaction at {isolation!r}, or leave it first."
+            f"The {work.kind} {work.name} requires the isolation {isolation!r}, but it was entered"
+            f" inside an outer transaction at {level!r}. Open that transaction at {isolation!r}, or"
+            " leave it first."
         )
     else:
         return

@@ -37,8 +37,8 @@ def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
 
 
 class OtherTransactions:
-    """The transactions of a plain view in the databases with ATOMIC_REQUESTS other than that of its
-    key, ``last``. They commit before the key. A database to which the view sends nothing takes no
+    """The transactions of a plain run in the databases with ATOMIC_REQUESTS other than that of its
+    key, ``last``. They commit before the key. A database to which the work sends nothing takes no
     part: psycopg sends BEGIN with the first statement."""
 
     def __init__(self, aliases: list[str], *, last: str) -> None:
@@ -66,7 +66,7 @@ class OtherTransactions:
 
     @property
     def used(self) -> list[str]:
-        """Return the databases to which the view has sent something. COPY and the methods of
+        """Return the databases to which the work has sent something. COPY and the methods of
         psycopg's connection pass no wrapper, so look at the transaction too."""
         return [
             alias
@@ -76,7 +76,7 @@ class OtherTransactions:
 
     def marked_for_rollback(self) -> list[Any]:
         """Return the connections, with that of the key, whose COMMIT would be a rollback of what
-        the view has sent."""
+        the work has sent."""
         return [
             connections[alias]
             for alias in (self._last, *self.used)
@@ -90,7 +90,7 @@ class OtherTransactions:
         The on_commit hooks of the other databases are moved to the COMMIT of the key. A
         serialization failure or a lost connection can still make a COMMIT fail.
         Raises IntegrityError for a deferred constraint.
-        Raises TransactionManagementError for a transaction that is broken or that the view has
+        Raises TransactionManagementError for a transaction that is broken or that the work has
         ended, whose COMMIT would be a silent rollback.
         """
         used = self.used
@@ -110,7 +110,7 @@ class OtherTransactions:
 def _check_commit(connection: BaseDatabaseWrapper) -> None:
     if has_ended(connection):
         raise TransactionManagementError(
-            f"The view has ended its transaction on {connection.alias!r} by COMMIT or ROLLBACK."
+            f"COMMIT or ROLLBACK has ended the transaction on {connection.alias!r} too early."
         )
     connection.validate_no_broken_transaction()
     if connection.features.can_defer_constraint_checks:
@@ -141,7 +141,7 @@ def _first_statement_noted(
     try:
         yield
     finally:
-        # The view may have left a wrapper of its own, or have removed this one.
+        # The work may have left a wrapper of its own, or have removed this one.
         connection.execute_wrappers = [
             other for other in connection.execute_wrappers if other is not wrapper
         ]

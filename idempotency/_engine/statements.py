@@ -119,7 +119,7 @@ class Statements(Updates):
 
     def _insert(self, *, finished: bool, source: str) -> str:
         later_by = self.dialect.later_by
-        # A plain view finishes in this transaction. Setting the times now lets its UPDATE be
+        # A plain run finishes in this transaction. Setting the times now lets its UPDATE be
         # heap-only (HOT).
         expiry = later_by.format("%(retention_hours)s", "hour") if finished else "NULL"
         lock = "NULL" if finished else later_by.format("%(lease_seconds)s", "second")
@@ -140,7 +140,7 @@ class Statements(Updates):
 
     @cached_property
     def upsert(self) -> str:
-        """Claim the key of a phased view: insert it, or take it over if it is claimable. No row
+        """Claim the key of a phased run: insert it, or take it over if it is claimable. No row
         means neither."""
         return f"{self._upsert('WHERE true')}, {_NO_EXISTING}, ''"
 
@@ -161,7 +161,7 @@ class Statements(Updates):
     def claim_phased(self) -> str:
         """Read the key, and claim it if it is claimable, in one statement. A replay only reads: it
         takes no lock and no transaction id. Only PostgreSQL supports INSERT in WITH."""
-        # An INSERT would wait for the uncommitted row of a plain view; the advisory lock does not.
+        # An INSERT would wait for the uncommitted row of a plain run; the advisory lock does not.
         guard = f"""
             WHERE CASE WHEN EXISTS (SELECT 1 FROM existing)
             THEN (SELECT existing.claimable AND NOT existing.expired FROM existing)
@@ -200,7 +200,7 @@ class Statements(Updates):
 
     @cached_property
     def insert_plain(self) -> str:
-        """Claim for a plain view on SQLite, whose single writer needs no advisory lock."""
+        """Claim for a plain run on SQLite, whose single writer needs no advisory lock."""
         return one_line(f"""
             {self._insert(finished=True, source="WHERE true")} ON CONFLICT DO NOTHING
             RETURNING {self._claimed()}, {_NO_EXISTING}, ''

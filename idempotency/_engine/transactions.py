@@ -72,7 +72,7 @@ class First:
 
 class OwnBlock(transaction.Atomic):
     """The block of a transaction of this app. A durable block directly inside it breaks the
-    transaction, because the view may hide the error."""
+    transaction, because the work may hide the error."""
 
     def __init__(self, using: str, *, durable: bool) -> None:
         self.is_broken = False
@@ -109,7 +109,7 @@ class OwnTransaction:
         self.block = OwnBlock(connection.alias, durable=durable)
         self._connection, self._isolation, self._of_phase = connection, isolation, of_phase
         self._first, self._lease_seconds, self._begun = first, lease_seconds, False
-        #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
+        #: Empty in a plain run, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
         self._last: _Last | None = None
 
@@ -170,7 +170,7 @@ class OwnTransaction:
         after that. The statement must end with a list of columns. An error of it prevents the
         COMMIT, and is raised as ``meanings`` says. Return False, and do nothing, if the transaction
         does not end that way."""
-        # Ask again: the view may have installed a wrapper.
+        # Ask again: the work may have installed a wrapper.
         if not (self._begun and round_trips.can_be_merged(self._connection)):
             return False
         self._connection.validate_no_broken_transaction()
@@ -181,7 +181,7 @@ class OwnTransaction:
         return True
 
     def require_open(self) -> None:
-        """Raise TransactionEnded if the view has ended the transaction of a phase. The merged end
+        """Raise TransactionEnded if the work has ended the transaction of a phase. The merged end
         asks by itself."""
         connection = self._connection
         if self._marker:
@@ -195,7 +195,7 @@ class OwnTransaction:
     def send_last(self) -> None:
         """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no
         transaction, and sends nothing. Nothing is committed on an error.
-        Raises TransactionEnded if the view has ended the transaction of a phase."""
+        Raises TransactionEnded if the work has ended the transaction of a phase."""
         if self._last is not None:
             connection, (text, parameters, then, meanings) = self._connection, self._last
             with classified_errors(connection):
@@ -227,7 +227,7 @@ def durable_transaction(
     without a statement, by default LOCK_TIMEOUT_SECONDS, the database ends the transaction.
     Otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With
     ``of_phase``, each statement waits at most that long for a lock, and the end refuses a
-    transaction that the view has ended. The statement ``first`` is sent with BEGIN where that is
+    transaction that the work has ended. The statement ``first`` is sent with BEGIN where that is
     possible, else it must be the first of the block. In ``TestCase`` the block is a savepoint.
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if
     CONFIRM_REPLICATED is set."""

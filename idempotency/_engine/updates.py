@@ -22,7 +22,7 @@ AT_CTID = " AND k.ctid = %(position)s::tid RETURNING k.ctid"
 RETURNING_CTID = " RETURNING k.ctid"
 
 NOT_REFUSED = "refused_at = NULL, expires_at = NULL"
-#: A refusal ends too: an asyncio task of the view may begin a phase or call after the view was
+#: A refusal ends too: an asyncio task of the work may begin a phase or call after the work was
 #: refused.
 _BEGUN = f"begun = true, {NOT_REFUSED}"
 _RESPONSE = "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s"
@@ -105,7 +105,7 @@ class Updates:
 
     @cached_property
     def finish_plain(self) -> str:
-        """Finish the key of a plain view, which its claim inserted with ``finished_at`` and
+        """Finish the key of a plain run, which its claim inserted with ``finished_at`` and
         ``expires_at``."""
         changes = f"recovery_point = '{FINISHED}', locked_until = NULL, {CLEAR_STUCK}, {_RESPONSE}"
         return self._update(changes, _AT_POINT)

@@ -25,6 +25,8 @@ from idempotency.http import keeps_writes
 class ViewWork:
     """A view with its request."""
 
+    kind = "view"
+    rollback_causes = "by set_rollback(True), by the exception handler of Django REST framework,"
     nests = False
 
     def __init__(self, call: Call, options: Options, *, by_completer: bool = False) -> None:

@@ -7,7 +7,7 @@ from django.db.utils import Error
 
 from idempotency import signals
 from idempotency._engine import events
-from idempotency._engine.claims import ClaimedRequest
+from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.errors import connection_lost, exceeded_time_limit
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.outer_transactions import in_outer_transaction

@@ -43,6 +43,8 @@ class OperationWork:
     """The functions of an operation with the arguments of one key. Its values are the parts that
     are stored."""
 
+    kind = "operation"
+    rollback_causes = "by set_rollback(True),"
     request = None
     nests = True
     hides_errors = False
