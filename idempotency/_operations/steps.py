@@ -80,7 +80,7 @@ class Steps:
         self.is_phased = len(chain) > 1 or last.call is not None
         self.points = (STARTED, *(each.function.__name__ for each in chain[:-1]), FINISHED)
         self.of_point = dict(zip(self.points, chain, strict=False))
-        self.calls = frozenset(each.call.name for each in chain if each.call is not None)
+        self.calls = {each.call.name: each.call for each in chain if each.call is not None}
         self._refuse(chain, name)
 
     def _refuse(self, chain: tuple[Step[Any], ...], name: str) -> None:

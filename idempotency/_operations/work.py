@@ -26,6 +26,7 @@ from idempotency._operations.results import stored
 from idempotency._operations.steps import Step
 from idempotency.conf import Isolation
 from idempotency.exceptions import (
+    CallInDoubt,
     InProgress,
     InterventionRequired,
     KeyReused,
@@ -36,7 +37,7 @@ from idempotency.exceptions import (
     Unavailable,
 )
 from idempotency.jobs import refuse_generator
-from idempotency.models import STARTED, IdempotencyKey
+from idempotency.models import STARTED, DownstreamCall, IdempotencyKey
 
 
 class OperationWork:
@@ -185,8 +186,9 @@ class OperationWork:
             )
 
     def _refuse_unknown_calls(self, run: PhasedRun) -> None:
-        """Raise CannotRun if an earlier attempt began a call that the running code does not make.
-        Under another name, the service would get another key, and would repeat the call."""
+        """Raise CannotRun if an earlier attempt began a call that the running code does not make:
+        under another name, the service would get another key, and would repeat the call. Raise
+        CallInDoubt for a keyed call that a deploy has changed to one at most once."""
         keys = IdempotencyKey.objects.using(run.using).filter(pk=run.key.pk)
         begun = {
             event["detail"]
@@ -194,7 +196,17 @@ class OperationWork:
             for event in history
             if event["event"] == HistoryEvent.CALL_BEGUN
         }
-        if unknown := sorted(begun - self.definition.steps.calls):
+        calls = self.definition.steps.calls
+        at_most_once = {name for name in begun & calls.keys() if calls[name].valid_hours is None}
+        if at_most_once:
+            kept = DownstreamCall.objects.using(run.using).filter(key_id=run.key.pk)
+            if switched := sorted(at_most_once - set(kept.values_list("name", flat=True))):
+                raise CallInDoubt(
+                    f"The call {switched[0]!r} was begun by code in which it was keyed(), and is"
+                    " at_most_once() now. It may have taken effect, and the service would repeat"
+                    " it. Check the service, then answer the key. Or deploy keyed() again."
+                )
+        if unknown := sorted(begun - calls.keys()):
             raise CannotRun(
                 StuckCode.UNKNOWN_RECOVERY_POINT,
                 f"An earlier run has begun the call {unknown[0]!r}, which the operation"

@@ -115,7 +115,7 @@ def test_a_phased_operation_commits_calls_and_commits(bank: Bank) -> None:
     assert [event["detail"] for event in key.history if event["event"] != "claimed"] == [
         "booked",
         "transfer",
-        "status 200",
+        "result",
     ]
 
 
@@ -332,7 +332,7 @@ def test_a_call_under_another_name_is_not_made(bank: Bank, monkeypatch: pytest.M
     bank.after = broken
     with pytest.raises(Unfinished):
         charge.once("key", name="one", cents=1)
-    monkeypatch.setattr(charge._definition.steps, "calls", frozenset({"renamed"}))
+    monkeypatch.setattr(charge._definition.steps, "calls", {})
     with pytest.raises(Unavailable):
         charge.once("key", name="one", cents=1)
     assert IdempotencyKey.objects.get().stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT
@@ -437,3 +437,19 @@ def test_a_hook_that_fails_after_the_last_commit_is_no_failure_of_the_operation(
         charge.once("key", name="one", cents=1)
     assert charge.once("key", name="one", cents=1) == {"transfer": 0}
     assert Account.objects.count() == 1
+
+
+def test_a_keyed_call_that_a_deploy_changes_to_one_at_most_once_is_not_repeated(bank: Bank) -> None:
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        charge.once("key", name="one", cents=1)
+    bank.after = lambda: None
+    call = charge._definition.steps.calls["transfer"]
+    object.__setattr__(call, "valid_hours", None)
+    try:
+        with pytest.raises(InterventionRequired) as caught:
+            charge.once("key", name="one", cents=1)
+        assert caught.value.stuck_code == StuckCode.CALL_IN_DOUBT
+    finally:
+        object.__setattr__(call, "valid_hours", 23)
+    assert bank.requests == 1
