@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from django.core.management.base import CommandError
 from django.http import HttpResponse
 from django.utils import timezone
 
+from idempotency.exceptions import InterventionRequired, Rejected
 from idempotency.models import DownstreamCall, IdempotencyKey
 from tests.factories import IdempotencyKeyFactory, UserFactory
 from tests.kit.ageing import lock_end
@@ -21,6 +23,7 @@ from tests.kit.commands import environment
 from tests.kit.serving import Sender
 from tests.kit.views import two_phases
 from tests.models import Entry
+from tests.operations import pay_without_undo
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -200,6 +203,61 @@ def test_a_key_whose_state_does_not_permit_the_action_is_counted_and_exits_1(cap
         run("acknowledge", key.pk, finished.pk, "--yes")
     assert caught.value.returncode == 1
     assert capsys.readouterr().out == "idempotency_keys: 1 acknowledged\n"
+
+
+def stuck_operation() -> IdempotencyKey:
+    with pytest.raises(InterventionRequired):
+        pay_without_undo.once("key", name="one", cents=402)
+    return IdempotencyKey.objects.stuck().get()
+
+
+def test_the_list_names_the_operation_of_a_key(capsys: Any) -> None:
+    key = stuck_operation()
+    run("list", "--path", "pay_without")
+    line = f"{key.pk}  stuck  view_gave_up  operation  tests.pay_without_undo  "
+    assert capsys.readouterr().out.startswith(line)
+
+
+@pytest.mark.parametrize("result", [{"transfer": 17}, None, "text"])
+def test_an_operation_is_answered_with_its_result(result: Any, tmp_path: Path, capsys: Any) -> None:
+    key, file = stuck_operation(), tmp_path / "result.json"
+    file.write_text(json.dumps(result))
+    run("answer", key.pk, "--result", f"@{file}", "--yes")
+    assert capsys.readouterr().out == "idempotency_keys: 1 answered\n"
+    assert pay_without_undo.once("key", name="one", cents=402) == result
+
+
+def test_an_operation_is_answered_with_a_refusal() -> None:
+    key = stuck_operation()
+    run("answer", key.pk, "--rejected", "returned", "--message", "The bank returned it.", "--yes")
+    with pytest.raises(Rejected) as caught:
+        pay_without_undo.once("key", name="one", cents=402)
+    assert caught.value.args == ("returned", "The bank returned it.", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--status", "422"), "the key of an operation: give --result or --rejected"),
+        (("--result", "{"), "--result is no JSON"),
+        (("--result", "{}", "--rejected", "declined"), "give one of"),
+        ((), "give one of"),
+    ],
+)
+def test_the_wrong_answer_to_an_operation_changes_nothing(words: Any, text: str) -> None:
+    key = stuck_operation()
+    with pytest.raises(CommandError, match=text) as caught:
+        run("answer", key.pk, *words, "--yes")
+    assert caught.value.returncode == 2
+    assert list(IdempotencyKey.objects.stuck()) == [key]
+
+
+@pytest.mark.parametrize("words", [("--result", "{}"), ("--rejected", "declined")])
+def test_a_request_is_not_answered_with_a_result(words: tuple[str, ...]) -> None:
+    key = stuck()
+    with pytest.raises(CommandError, match="the key of a request: give --status") as caught:
+        run("answer", key.pk, *words, "--yes")
+    assert caught.value.returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from django.db.models import F
 from django.http import HttpResponse
 
 from idempotency import interventions
+from idempotency._operations.definition import METHOD
 from idempotency._states import IdempotencyKeyQuerySet, KeyState, before_now
 from idempotency._text import escaped
+from idempotency.exceptions import Rejected
 from idempotency.management.failures import exit_1_explained, refuse_second_alias
 from idempotency.management.passes import add_database_argument, database_of, whole_number
 from idempotency.models import DownstreamCall, IdempotencyKey
@@ -31,8 +33,8 @@ _SHOWN = (
     "stuck_at", "stuck_code", "stuck_reason", "last_error", "acknowledged_at", "handed_back_at",
     "refused_at", "finished_at", "expires_at", "response_code", "history",
 )  # fmt: skip
-_COMPLETE = "Run requests now, each from its last recovery point."
-_ANSWER = "Finish keys with a response of yours, which each retry then gets."
+_COMPLETE = "Run requests and operations now, each from its last recovery point."
+_ANSWER = "Finish keys with a response or a result of yours, which each retry then gets."
 _RELEASE = "Release the locks of keys, as if their leases had ended."
 _ACKNOWLEDGE = "Take stuck keys off the list of keys for review."
 #: Each action: its help, the word of its result, and the function of ``interventions``.
@@ -61,7 +63,7 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(
             dest="action", required=True, parser_class=argparse.ArgumentParser
         )
-        text = "Print a line for each key: id, state, code, method, path, error."
+        text = "Print a line for each key: id, state, code, method or 'operation', path or name, error."
         add = actions.add_parser("list", parents=[common, _filters()], help=text).add_argument
         text = "Maximum number of lines (default: %(default)s)."
         add("--limit", type=whole_number, default=100, metavar="N", help=text)
@@ -80,12 +82,7 @@ class Command(BaseCommand):
             add("--by", metavar="NAME", help=text)
             add("--note", default="", metavar="TEXT", help="Your finding, for the history.")
             if name == "answer":
-                text = "The status: a 2xx or a 4xx."
-                add("--status", type=int, required=True, metavar="CODE", help=text)
-                text = "The body; @FILE reads it from a file."
-                add("--body", default="", metavar="TEXT", help=text)
-                text = "Its type (default: %(default)s)."
-                add("--content-type", default="application/json", metavar="TYPE", help=text)
+                _add_answer(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
         options["database"] = using = database_of(options)
@@ -118,9 +115,13 @@ class Command(BaseCommand):
 
     def _intervene(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
         text, done, act = _ACTIONS[options["action"]]
-        response = _response(options) if options["action"] == "answer" else None
         chosen = self._chosen(keys, options)
-        prepared = [_prepared(act, key, response, options) for key in chosen]
+        given: dict[str, Any] = {}
+        if options["action"] == "answer":
+            given = {"response": _answer(options)}
+            for key in chosen:
+                _refuse_answer(key, given["response"])
+        prepared = [_prepared(act, key, given, options) for key in chosen]
         self._confirm(text, chosen, options)
         changed = sum(self._act(key, action) for key, action in zip(chosen, prepared, strict=True))
         self.stdout.write(f"idempotency_keys: {changed} {done}")
@@ -178,7 +179,7 @@ def _filters() -> argparse.ArgumentParser:
     add = parser.add_argument_group("filters").add_argument
     add("--state", choices=tuple(_STATES), help="The state of the keys.")
     add("--code", help="The stuck code.")
-    add("--path", metavar="TEXT", help="A part of the path.")
+    add("--path", metavar="TEXT", help="A part of the path, or of the name of an operation.")
     add("--user", metavar="NAME", help="The user name, or the primary key of the user.")
     add("--min-age", type=int, metavar="SECONDS", help="Keys that were created longer ago.")
     return parser
@@ -211,28 +212,64 @@ def _user(name: str) -> Any:
         raise CommandError(f"idempotency_keys: no user is named {name!r}.", returncode=1) from None
 
 
-def _response(options: dict[str, Any]) -> HttpResponse:
-    body = options["body"]
-    content = Path(body[1:]).read_bytes() if body.startswith("@") else body.encode()
-    response = HttpResponse(content, status=options["status"], content_type=options["content_type"])
-    if problem := interventions.answer_problem(response):
-        raise CommandError(f"idempotency_keys: {problem}", returncode=2)
-    return response
+def _add_answer(add: Callable[..., Any]) -> None:
+    text = "The status for the client of a request: a 2xx or a 4xx."
+    add("--status", type=int, metavar="CODE", help=text)
+    text = "The body; @FILE reads it from a file."
+    add("--body", default="", metavar="TEXT", help=text)
+    text = "Its type (default: %(default)s)."
+    add("--content-type", default="application/json", metavar="TYPE", help=text)
+    text = "The result of an operation; @FILE reads it from a file."
+    add("--result", metavar="JSON", help=text)
+    text = "The code with which an operation is rejected."
+    add("--rejected", metavar="CODE", help=text)
+    add("--message", default="", metavar="TEXT", help="The message for --rejected.")
+
+
+def _answer(options: dict[str, Any]) -> Any:
+    """Return the response to a request, or the result or the refusal of an operation. Raises
+    CommandError for none or several of them, and for invalid JSON."""
+    given = [options[name] is not None for name in ("status", "result", "rejected")]
+    if sum(given) != 1:
+        text = "idempotency_keys: give one of --status, --result and --rejected."
+        raise CommandError(text, returncode=2)
+    if options["rejected"] is not None:
+        return Rejected(options["rejected"], options["message"])
+    text = options["body"] if options["result"] is None else options["result"]
+    content = Path(text[1:]).read_bytes() if text.startswith("@") else text.encode()
+    if options["result"] is None:
+        return HttpResponse(content, status=options["status"], content_type=options["content_type"])
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise CommandError(
+            f"idempotency_keys: --result is no JSON: {error}", returncode=2
+        ) from None
+
+
+def _refuse_answer(key: IdempotencyKey, answer: Any) -> None:
+    """Raise CommandError if the answer cannot finish the key."""
+    is_operation = key.request_method == METHOD
+    problem = interventions.answer_problem(answer, key=key)
+    if isinstance(answer, HttpResponse) == is_operation:
+        kind = "an operation: give --result or" if is_operation else "a request: give"
+        problem = f"it is the key of {kind} {'--rejected' if is_operation else '--status'}."
+    if problem:
+        raise CommandError(f"idempotency_keys: key {key.pk}: {problem}", returncode=2)
 
 
 def _prepared(
     act: Callable[..., Any],
     key: IdempotencyKey,
-    response: HttpResponse | None,
+    given: dict[str, Any],
     options: dict[str, Any],
 ) -> Callable[[], Any]:
     """Return the action on a key, in the state that the operator sees. A later run, phase or call
     prevents it."""
     using, by = options["database"], options["by"] or _system_user()
     shared = {"at": key.recovery_point, "note": options["note"], "using": using, "by": by}
-    if response is not None:
-        calls = interventions.calls_of(key.pk, using=using)
-        shared |= {"response": response, "calls": calls}
+    if given:
+        shared |= given | {"calls": interventions.calls_of(key.pk, using=using)}
     return partial(act, key.pk, key.claim_token, **shared)
 
 
@@ -248,9 +285,9 @@ def _described(key: IdempotencyKey) -> dict[str, Any]:
 
 
 def _line(key: IdempotencyKey) -> str:
-    path = key.request_path[:120]
+    method = "operation" if key.request_method == METHOD else key.request_method
     error = " ".join((key.stuck_reason or key.last_error).split())[:120]
-    shown = (str(key.pk), key.state, key.stuck_code, key.request_method, path, error)  # type: ignore[attr-defined]
+    shown = (str(key.pk), key.state, key.stuck_code, method, key.request_path[:120], error)  # type: ignore[attr-defined]
     return escaped("  ".join(filter(None, shown)))
 
 
