@@ -1,5 +1,5 @@
-"""The policy of each protected view as data, for ``describe_idempotency``, system checks and API
-descriptions.
+"""The policy of each protected view and of each operation as data, for ``describe_idempotency``,
+system checks and API descriptions.
 
 Source: draft-07, section 2.5.2 ("Idempotency Key Specification": the resource documents its
 policy).
@@ -18,6 +18,7 @@ from idempotency._http.options import Options
 from idempotency._http.outside import wrapped
 from idempotency._http.routes import METHODS, class_of, every_view, options_of
 from idempotency._http.view import View
+from idempotency._operations.definition import registered
 
 #: The methods whose options are read. GET is included to find protected views with safe methods
 #: only.
@@ -97,6 +98,55 @@ class Unprotected:
     name: str
     view: str
     methods: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationPolicy:
+    """The policy that a caller of an operation relies on. All values are JSON types."""
+
+    #: The name that is stored in its keys.
+    operation: str
+    #: The dotted path of its function.
+    function: str
+    #: The arguments, as Python writes them.
+    parameters: str
+    #: All recovery points of a phased operation in order, with the first and the last; empty for a
+    #: plain operation.
+    recovery_points: tuple[str, ...]
+    #: Each call of a downstream service, with the hours for which the service remembers its key.
+    #: None: the service does not support idempotency keys, so the call is made at most once.
+    calls: dict[str, float | None]
+    #: The dotted path of the function that undoes earlier transactions if the operation is
+    #: rejected; empty if there is none.
+    undo: str
+    #: The time for which a finished key is replayed; None: forever.
+    retention_hours: int | None
+    #: The time for which a second call waits for the first; with 0 it raises InProgress at once.
+    wait_seconds: float
+    #: After this time without a renewal of the lock, the next call may claim the key.
+    lease_seconds: int
+    #: The alias of the database; empty if the router decides.
+    using: str
+
+
+def operation_policies() -> Iterator[OperationPolicy]:
+    """Yield the policy of each operation that the completer can run, by name. No database is
+    queried."""
+    for operation in sorted(registered(), key=lambda each: each.name):
+        steps = operation.steps
+        calls = [step.call for step in steps.of_point.values() if step.call is not None]
+        yield OperationPolicy(
+            operation=operation.name,
+            function=operation.path,
+            parameters=str(steps.signature),
+            recovery_points=steps.points if steps.is_phased else (),
+            calls={call.name: call.valid_hours for call in calls},
+            undo=_dotted(steps.undo),
+            retention_hours=operation.hours_kept,
+            wait_seconds=operation.wait_seconds,
+            lease_seconds=operation.lease,
+            using=operation.using or "",
+        )
 
 
 def policies(urlconf: Any = None) -> Iterator[Policy]:

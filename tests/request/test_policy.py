@@ -3,6 +3,7 @@ options."""
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -19,9 +20,16 @@ from ninja import NinjaAPI
 from rest_framework import generics
 
 from idempotency.decorators import idempotent
-from idempotency.policy import Policy, policies, protected_views, unprotected
+from idempotency.policy import (
+    OperationPolicy,
+    Policy,
+    operation_policies,
+    policies,
+    protected_views,
+    unprotected,
+)
 from tests.frameworks.kinds import KINDS, Job, Kind
-from tests.kit.commands import run
+from tests.kit.commands import run, run_here
 
 UNSAFE = ("POST", "PUT", "PATCH", "DELETE")
 
@@ -241,3 +249,41 @@ def test_the_command_asks_no_database() -> None:
         "/rides/<int:ride_id>",
         "/rides/<int:ride_id>/texts",
     ]
+
+
+def test_the_operations_are_described_with_their_points_calls_and_retention() -> None:
+    described = {policy.operation: policy for policy in operation_policies()}
+    ship, pay, note = (described[f"tests.{name}"] for name in ("ship", "pay", "note"))
+    assert ship == OperationPolicy(
+        operation="tests.ship",
+        function="tests.operations.ship",
+        parameters="(*, name: str, cents: int)",
+        recovery_points=("started", "booked", "paid", "finished"),
+        calls={"transfer": 23, "told": None},
+        undo="",
+        retention_hours=100,
+        wait_seconds=0,
+        lease_seconds=90,
+        using="",
+    )
+    assert (pay.undo, pay.retention_hours) == ("tests.operations.unbooked", None)
+    assert (note.recovery_points, note.calls, note.lease_seconds) == ((), {}, 30)
+    assert json.loads(run_here("describe_idempotency", "--operations", "--json").stdout) == [
+        json.loads(json.dumps(asdict(policy))) for policy in operation_policies()
+    ]
+
+
+def test_an_operation_is_printed_for_people() -> None:
+    output = run_here("describe_idempotency", "--operations").stdout
+    described = output.partition("tests.ship")[2].partition("\n\n")[0]
+    assert described.splitlines() == [
+        "(*, name: str, cents: int)",
+        "    function:               tests.operations.ship",
+        "    recovery points:        started, booked, paid, finished",
+        "    calls:                  transfer (key valid for 23 hours), told (at most once)",
+        "    retention hours:        100",
+        "    wait seconds:           0",
+        "    lease seconds:          90",
+    ]
+    assert "    retention hours:        forever" in output
+    assert output.endswith(" operations.\n")

@@ -63,7 +63,7 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(
             dest="action", required=True, parser_class=argparse.ArgumentParser
         )
-        text = "Print a line for each key: id, state, code, method or 'operation', path or name, error."
+        text = "Print a line for each key: id, state, code, method and path or operation, error."
         add = actions.add_parser("list", parents=[common, _filters()], help=text).add_argument
         text = "Maximum number of lines (default: %(default)s)."
         add("--limit", type=whole_number, default=100, metavar="N", help=text)
