@@ -81,12 +81,8 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     keys, processes = measures.unfinished_keys(every, MAX_READ), _known_processes(every.db)
     shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every, MAX_READ), url)
     shown |= {"keys_url": url, "key_actions": _actions(request, key_admin)}
-    shown |= {
-        "max_read": MAX_READ,
-        "more_keys": keys.count == MAX_READ,
-        "as_of": timezone.now(),
-        **_of_processes(processes),
-    }
+    shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now()}
+    shown |= _of_processes(processes)
     found = [*findings.of_keys(keys, MAX_READ)]
     found += findings.of_processes(processes)
     behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
@@ -108,40 +104,21 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
     span = next((span for span in SPANS if span.name == chosen), SPANS[0])
     found = traffic.read_intervals(alias, intervals=span.intervals, minutes=span.minutes)
     begins = [timezone.localtime(interval.begin) for interval in found]
-    minutely = gettext("a minute")
 
-    def chart(title: str, unit: str, *lines: Line) -> dict[str, Any]:
+    def chart(title: str, unit: str, **labels: str) -> dict[str, Any]:
+        lines = [Line(text, [getattr(each, n) for each in found]) for n, text in labels.items()]
         drawn = charts.chart(title, lines, begins, unit=unit, time_format=span.time_format)
         return {"title": title, "unit": unit, "lines": lines, "svg": drawn}
 
-    return {
-        "spans": SPANS,
-        "span": span,
-        "charts": [
-            chart(
-                gettext("Requests"),
-                minutely,
-                Line(gettext("requests"), [each.requests for each in found]),
-            ),
-            chart(
-                gettext("Retries"),
-                minutely,
-                Line(gettext("replays"), [each.replays for each in found]),
-                Line(gettext("conflicts"), [each.conflicts for each in found]),
-            ),
-            chart(
-                gettext("Errors"),
-                minutely,
-                Line(gettext("errors"), [each.errors for each in found]),
-            ),
-            chart(
-                gettext("Run time"),
-                "s",
-                Line("p50", [each.p50 for each in found]),
-                Line("p95", [each.p95 for each in found]),
-            ),
-        ],
-    }
+    minutely = gettext("a minute")
+    replays, conflicts = gettext("replays"), gettext("conflicts")
+    drawn = [
+        chart(gettext("Requests"), minutely, requests=gettext("requests")),
+        chart(gettext("Retries"), minutely, replays=replays, conflicts=conflicts),
+        chart(gettext("Errors"), minutely, errors=gettext("errors")),
+        chart(gettext("Run time"), "s", p50="p50", p95="p95"),
+    ]
+    return {"spans": SPANS, "span": span, "charts": drawn}
 
 
 def _of_keys(
@@ -151,28 +128,24 @@ def _of_keys(
     largest = max((count for ages in points.values() for count in ages.values()), default=0)
 
     def bar(point: str, age: Age) -> Bar:
-        count = points[point][age.name]
-        return _bar(
-            age.label, count, largest, url, state="unfinished", recovery_point=point, age=age.name
-        )
+        chosen = {"state": "unfinished", "recovery_point": point, "age": age.name}
+        return _bar(age.label, points[point][age.name], largest, url, False, **chosen)
+
+    def state_bar(state: KeyState) -> Bar:
+        alarming, chosen = state == KeyState.STUCK, state.replace(" ", "_")
+        return _bar(state.label, states[state], most, url, alarming, state=chosen)
+
+    def group_url(group: error_groups.ErrorGroup) -> str:
+        chosen = {"stuck_code": group.cause, "error_group": group.error}
+        return _link("", state="stuck", **chosen, request_group=group.place)
 
     states, stuck = keys.by_state, keys.stuck_by_code
     most = max(states.values(), default=0)
+    others = (KeyState.REFUSED, KeyState.FINISHED)
     return {
         "unfinished": keys.count,
         "unfinished_url": f"{url}?state=unfinished",
-        "by_state": [
-            _bar(
-                state.label,
-                states[state],
-                most,
-                url,
-                state == KeyState.STUCK,
-                state=state.replace(" ", "_"),
-            )
-            for state in KeyState
-            if state not in (KeyState.REFUSED, KeyState.FINISHED)
-        ],
+        "by_state": [state_bar(state) for state in KeyState if state not in others],
         "by_point": [
             (point, [bar(point, age) for age in AGES])
             for point in sorted(points, key=lambda name: (name != STARTED, name))
@@ -181,19 +154,7 @@ def _of_keys(
             _bar(code, count, max(stuck.values()), url, True, state="stuck", stuck_code=code)
             for code, count in stuck.most_common()
         ],
-        "groups": [
-            (
-                group,
-                _link(
-                    "",
-                    state="stuck",
-                    stuck_code=group.cause,
-                    error_group=group.error,
-                    request_group=group.place,
-                ),
-            )
-            for group in groups[:MAX_GROUPS]
-        ],
+        "groups": [(group, group_url(group)) for group in groups[:MAX_GROUPS]],
     }
 
 
@@ -203,6 +164,11 @@ def _of_jobs(
     ages, failed = _by_age(jobs.waiting), jobs.failed_by_name
     largest = max(ages.values(), default=0)
     due = gettext("due for %(age)s")
+
+    def group_url(group: error_groups.ErrorGroup) -> str:
+        chosen = {"job_name": group.cause, "queue": group.place}
+        return _link("", state="failed", **chosen, error_group=group.error)
+
     bars = [
         _bar(due % {"age": age.label}, ages[age.name], largest, url, state="waiting", age=age.name)
         for age in AGES
@@ -215,19 +181,7 @@ def _of_jobs(
             _bar(name, count, max(failed.values()), url, True, state="failed", job_name=name)
             for name, count in failed.most_common(20)
         ],
-        "job_groups": [
-            (
-                group,
-                _link(
-                    "",
-                    state="failed",
-                    job_name=group.cause,
-                    queue=group.place,
-                    error_group=group.error,
-                ),
-            )
-            for group in groups[:MAX_GROUPS]
-        ],
+        "job_groups": [(group, group_url(group)) for group in groups[:MAX_GROUPS]],
     }
 
 
@@ -236,60 +190,42 @@ def _known_processes(alias: str) -> list[measures.Process]:
     with the youngest heartbeat. The youngest heartbeat is first."""
     known = measures.processes(alias)
     lags = measures.lags(known)
-    return [
-        process
-        for process in known
-        if process.age < heartbeats.KEPT_DAYS * 86400 or process.age == lags[process.name]
-    ]
+    most = heartbeats.KEPT_DAYS * 86400
+    return [each for each in known if each.age < most or each.age == lags[each.name]]
 
 
 def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
     """Return the processes; separately, those without a recent heartbeat whose loop runs in another
     process; the names of the loops without a process; and the state of each loop."""
     shown = sorted(processes[:MAX_PROCESSES], key=attrgetter("name", "host", "pid"))
-    lags = measures.lags(processes)
-    gone = [
-        process
-        for process in shown
-        if process.age > heartbeats.SILENT_SECONDS and not process.silent
-    ]
+    lags, loops = measures.lags(processes), heartbeats.LOOPS.items()
+    gone = [each for each in shown if each.age > heartbeats.SILENT_SECONDS and not each.silent]
     return {
         "processes": [process for process in shown if process not in gone],
         "gone": gone,
         "absent": [name for name in heartbeats.LOOPS if name not in lags],
-        "loops": [
-            (name, _state_of(lags.get(name), otherwise))
-            for name, otherwise in heartbeats.LOOPS.items()
-        ],
+        "loops": [(name, _state_of(lags.get(name), consequence)) for name, consequence in loops],
     }
 
 
-def _state_of(lag: float | None, otherwise: str | Promise) -> str:
+def _state_of(lag: float | None, consequence: str | Promise) -> str:
     if lag is None:
-        return gettext("no heartbeat (if cron does not run it, %(consequence)s)") % {
-            "consequence": otherwise
-        }
+        text = gettext("no heartbeat (if cron does not run it, %(consequence)s)")
+        return text % {"consequence": consequence}
     return gettext("silent") if lag > heartbeats.SILENT_SECONDS else gettext("ok")
 
 
 def _by_age(ages: Iterable[float]) -> Counter[str]:
     """Count the ages in each span of AGES; a negative age is "later"."""
-    return Counter(
-        next((age.name for age in reversed(AGES) if seconds >= age.begin), "later")
-        for seconds in ages
-    )
+    spans = tuple(reversed(AGES))
+    return Counter(next((a.name for a in spans if age >= a.begin), "later") for age in ages)
 
 
 def _bar(
     label: str | Promise, count: int, largest: int, url: str, alarming: bool = False, **chosen: str
 ) -> Bar:
-    return Bar(
-        label,
-        count,
-        round(100 * count / largest, 1) if largest else 0,
-        _link(url, **chosen),
-        alarming,
-    )
+    percent = round(100 * count / largest, 1) if largest else 0
+    return Bar(label, count, percent, _link(url, **chosen), alarming)
 
 
 def _link(url: str, **chosen: str) -> str:

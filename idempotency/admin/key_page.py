@@ -1,7 +1,5 @@
-"""Texts on the page of a key, in addition to its fields: its state, its recovery points and its
-next step."""
+"""Texts on the page of a key, in addition to its fields: its state and its next step."""
 
-from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,85 +10,19 @@ from django.utils.translation import npgettext
 
 from idempotency import conf
 from idempotency._engine.history import HistoryEvent
-from idempotency._http.routes import has_on_abandon, options_for
-from idempotency._http.stored_request import urlconf_of
+from idempotency._http.routes import has_on_abandon
 from idempotency._states import KeyState
 from idempotency._text import duration
-from idempotency.admin.history import history_of, is_whole
+from idempotency.admin.history import history_of
 from idempotency.admin.reading import encodable, first_line_of
+from idempotency.admin.recovery_points import progress
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
-from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from idempotency.models import IdempotencyKey
 from idempotency.templatetags.idempotency_admin import ago, aware, written
 
 #: The maximum number of at-most-once calls of a key that are searched for a call in doubt.
 MAX_CALLS = 100
-
-
-class DeclaredPoints:
-    """The recovery points that views declare. One page looks up each path and method only once."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], tuple[str, ...] | None] = {}
-
-    def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
-        """Return the recovery points of the request's view: empty for a plain view, None if no
-        protected view is found."""
-        place = key.request_path.partition("?")[0], key.request_method, urlconf_of(key) or ""
-        if place not in self._found:
-            self._found[place] = _declared(key)
-        return self._found[place]
-
-
-def _declared(key: IdempotencyKey) -> tuple[str, ...] | None:
-    options = options_for(key)
-    return options.every_point() if options else None
-
-
-def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
-    """Return the recovery point with its position among the declared points, as in ``ride_created
-    (2/4)``."""
-    if not points or key.recovery_point not in points:
-        return key.recovery_point
-    return f"{key.recovery_point} ({points.index(key.recovery_point) + 1}/{len(points)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A recovery point on the line of the page.
-
-    ``place`` is "passed", "here", "unknown" (the point of the key, but the view does not declare
-    it) or "ahead". An earlier point that is not in the history is "skipped", or "unrecorded" if the
-    history is cut or empty.
-    """
-
-    name: str
-    place: str
-    at: datetime | None
-    errors: int = 0
-
-
-def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
-    """Return the recovery points of the key in order, each with its place and the number of errors
-    at it."""
-    reached, errors = _reached(key)
-    order = list(points or (STARTED, FINISHED))
-    unknown = key.recovery_point not in order
-    if unknown:  # Only the history shows which points the key has passed.
-        passed = [name for name in reached if name not in (FINISHED, key.recovery_point)]
-        order = [*passed, key.recovery_point, *(name for name in order if name not in passed)]
-    here = order.index(key.recovery_point)
-    not_reached = "skipped" if is_whole(key) else "unrecorded"
-    stops = []
-    for position, name in enumerate(order):
-        if position < here or key.finished_at:
-            place = "passed" if name in reached else not_reached
-        elif position == here:
-            place = "unknown" if unknown else "here"
-        else:
-            place = "ahead"
-        stops.append(Stop(name, place, reached.get(name), errors[name]))
-    return stops
 
 
 def since(key: Any) -> datetime:
@@ -132,15 +64,12 @@ def short_state(key: Any) -> str:
 
 def state_line(key: Any) -> str:
     """Return the state of the key, its time and the number of runs, in one or more sentences."""
+    number = key.attempts
     runs = npgettext(
-        '"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", key.attempts
-    )
-    told = {
-        "place": progress(key, key.declared),
-        "ago": ago(_age(key)),
-        "number": key.attempts,
-        "runs": runs % {"count": key.attempts},
-    }
+        '"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", number
+    ) % {"count": number}
+    told = {"place": progress(key, key.declared), "ago": ago(_age(key))}
+    told |= {"number": number, "runs": runs}
     match key.state:
         case KeyState.FINISHED:
             events = history_of(key)
@@ -148,35 +77,28 @@ def state_line(key: Any) -> str:
                 told["detail"] = events[-1].detail
                 return _("A person wrote its response %(ago)s (%(detail)s), after %(runs)s.") % told
             told["duration"] = duration((key.finished_at - key.created_at).total_seconds())
-            return (
-                _("Its response was stored %(ago)s, %(duration)s after the request, in %(runs)s.")
-                % told
+            text = _(
+                "Its response was stored %(ago)s, %(duration)s after the request, in %(runs)s."
             )
         case KeyState.REFUSED:
-            return _("It was left to its client %(ago)s, in %(runs)s. Nothing was begun.") % told
+            text = _("It was left to its client %(ago)s, in %(runs)s. Nothing was begun.")
         case KeyState.IN_FLIGHT:
-            return (
-                _("Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s.")
-                % told
+            text = _(
+                "Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s."
             )
         case KeyState.STUCK:
-            return (
-                _("It was given up %(ago)s at %(place)s, after %(runs)s. It has no response.")
-                % told
-            )
+            text = _("It was given up %(ago)s at %(place)s, after %(runs)s. It has no response.")
         case KeyState.ACKNOWLEDGED:
             text = _(
                 "It is stuck at %(place)s, after %(runs)s. A person took it off the list %(ago)s."
                 " It has no response."
             )
-            return text % told
-    return (
-        _(
-            "No run holds it. Its last run, number %(number)s, began %(ago)s. The key stands at"
-            " %(place)s."
-        )
-        % told
-    )
+        case _:
+            text = _(
+                "No run holds it. Its last run, number %(number)s, began %(ago)s. The key stands at"
+                " %(place)s."
+            )
+    return text % told
 
 
 def best_action(key: Any) -> str:
@@ -189,21 +111,6 @@ def best_action(key: Any) -> str:
         # Late results may be recorded.
         return "complete" if calls and None not in calls else "answer"
     return STUCK_CODES[key.stuck_code].best if key.stuck_code in STUCK_CODES else "complete"
-
-
-def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:
-    """Return the time at which each point was reached, and the number of errors at it, according to
-    the history."""
-    reached: dict[str, datetime | None] = {STARTED: key.created_at, FINISHED: key.finished_at}
-    errors: Counter[str] = Counter()
-    here = STARTED
-    for event in history_of(key):
-        if event.name == HistoryEvent.RECOVERY_POINT:
-            here = event.detail
-            reached[here] = event.at
-        elif event.name == HistoryEvent.ERROR:
-            errors[here] += 1
-    return reached, errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,19 +136,8 @@ def next_step(key: Any, *, has_view: bool) -> str:
     """Return a text about the next step: its time, and the process or client that takes it."""
     now = key.read_at
     match key.state:
-        case KeyState.FINISHED:
-            if key.expires_at is None:
-                return _(
-                    "Nothing: each retry of its client gets the stored response. The key is kept"
-                    " forever."
-                )
-            if key.expires_at <= now:
-                return _(
-                    "The retention is over. The reaper deletes the key, and a further request with"
-                    " this key runs as a new one."
-                )
-            text = _("Nothing: each retry of its client gets the stored response, until %(time)s.")
-            return text % {"time": _moment(key.expires_at, now)}
+        case KeyState.FINISHED | KeyState.REFUSED:
+            return _until_deletion(key)
         case KeyState.IN_FLIGHT:
             text = _(
                 "A run holds the key. If that run crashes or hangs, its lock expires at %(time)s."
@@ -249,17 +145,6 @@ def next_step(key: Any, *, has_view: bool) -> str:
                 " point."
             )
             return text % {"time": _moment(key.locked_until, now)}
-        case KeyState.REFUSED:
-            if key.expires_at is None:
-                return _(
-                    "Nothing was begun. Only a retry of the client runs the request. The key is"
-                    " kept forever."
-                )
-            text = _(
-                "Nothing was begun. Only a retry of the client runs the request. The reaper deletes"
-                " the key at %(time)s."
-            )
-            return text % {"time": _moment(key.expires_at, now)}
         case KeyState.STUCK | KeyState.ACKNOWLEDGED if (
             key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT
         ):
@@ -280,12 +165,37 @@ def next_step(key: Any, *, has_view: bool) -> str:
                 "Nothing: a person has taken it off the list, and it has no response. A retry is"
                 " answered 409 key_stuck."
             )
-    lost = (
-        ""
-        if has_view
-        else _("No protected view answers the path now: a run would mark the key as stuck.")
-    )
-    return f"{_next_run(key)} {lost}".strip()
+    if has_view:
+        return _next_run(key)
+    lost = _("No protected view answers the path now: a run would mark the key as stuck.")
+    return f"{_next_run(key)} {lost}"
+
+
+def _until_deletion(key: Any) -> str:
+    """Return a text about the retries and the deletion of a finished or refused key."""
+    now, is_finished = key.read_at, key.state == KeyState.FINISHED
+    if key.expires_at is None:
+        if is_finished:
+            return _(
+                "Nothing: each retry of its client gets the stored response. The key is kept"
+                " forever."
+            )
+        return _(
+            "Nothing was begun. Only a retry of the client runs the request. The key is kept"
+            " forever."
+        )
+    if is_finished and key.expires_at <= now:
+        return _(
+            "The retention is over. The reaper deletes the key, and a further request with this key"
+            " runs as a new one."
+        )
+    text = _("Nothing: each retry of its client gets the stored response, until %(time)s.")
+    if not is_finished:
+        text = _(
+            "Nothing was begun. Only a retry of the client runs the request. The reaper deletes"
+            " the key at %(time)s."
+        )
+    return text % {"time": _moment(key.expires_at, now)}
 
 
 def _next_run(key: Any) -> str:
@@ -295,18 +205,15 @@ def _next_run(key: Any) -> str:
     told = {"time": _moment(key.due_at, key.read_at), "run": _("run %(number)s of %(limit)s")}
     if number > limit:
         used_up = _("all %(limit)s runs are used up: it marks the key as stuck")
-        told["run"] = (
-            _("run %(number)s, until on_abandon settles it") if has_on_abandon(key) else used_up
-        )
+        until = _("run %(number)s, until on_abandon settles it")
+        told["run"] = until if has_on_abandon(key) else used_up
     told["run"] %= {"number": number, "limit": limit}
     if key.state == KeyState.ABANDONED:
-        return (
-            _(
-                "The completer takes the key in its next pass (%(run)s), unless a retry of the"
-                " client comes first."
-            )
-            % told
+        text = _(
+            "The completer takes the key in its next pass (%(run)s), unless a retry of the client"
+            " comes first."
         )
+        return text % told
     text = _(
         "A retry of the client continues the request at once. Without a retry, the completer takes"
         " the key at %(time)s (%(run)s)."
@@ -317,10 +224,8 @@ def _next_run(key: Any) -> str:
 def _moment(at: datetime, now: datetime) -> str:
     if at <= now:
         return _("%(time)s (now)") % {"time": written(at)}
-    return _("%(time)s (in %(duration)s)") % {
-        "time": written(at),
-        "duration": duration((at - now).total_seconds()),
-    }
+    pause = duration((at - now).total_seconds())
+    return _("%(time)s (in %(duration)s)") % {"time": written(at), "duration": pause}
 
 
 def facts(key: Any) -> dict[str, Any]:

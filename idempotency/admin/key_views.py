@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy as _
 from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency._http.stored_request import has_headers
 from idempotency._text import cut
-from idempotency.admin import answering, belongings, copying, key_page
+from idempotency.admin import answering, belongings, copying, key_page, recovery_points
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
 from idempotency.admin.history import history_of
 from idempotency.admin.key_timeline import KeyTimeline
@@ -30,18 +30,11 @@ from idempotency.templatetags.idempotency_admin import moment
 
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
-    *(
-        "created_at",
-        "last_run_at",
-        "locked_until",
-        "finished_at",
-        "expires_at",
-        "refused_at",
-        "stuck_at",
-        "acknowledged_at",
-    ),
-    *("handed_back_at", "next_run_at"),
-)
+    "created_at", "last_run_at", "locked_until", "finished_at", "expires_at", "refused_at",
+    "stuck_at", "acknowledged_at", "handed_back_at", "next_run_at",
+)  # fmt: skip
+_REQUEST = ("request", "sender", "scope", "idempotency_key", "remote_addr")
+_RUNS = (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts", "hangs")
 _LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}
 _EMPTY = ("", str(preformatted("")))
 #: A longer method and path are cut in the title of the page.
@@ -54,31 +47,9 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     fieldsets: ClassVar[Any] = (
         (None, {"fields": ("error_shown",)}),
-        (
-            _("Request"),
-            {
-                "fields": (
-                    "request",
-                    "sender",
-                    "scope",
-                    "idempotency_key",
-                    "remote_addr",
-                    *_REQUEST_PARTS,
-                )
-            },
-        ),
+        (_("Request"), {"fields": (*_REQUEST, *_REQUEST_PARTS)}),
         (_("Response"), {"fields": ("response_code", "response_headers_shown", "response_shown")}),
-        (
-            _("Runs"),
-            {
-                "fields": (
-                    *(f"{name}_shown" for name in _TIMES),
-                    "attempts",
-                    "completer_attempts",
-                    "hangs",
-                )
-            },
-        ),
+        (_("Runs"), {"fields": _RUNS}),
     )
 
     class Media:
@@ -99,11 +70,9 @@ class KeyPageAdmin(ReadOnlyAdmin):
             return self.fieldsets
         kept, empty = [], []
         for title, options in self.fieldsets:
-            fields = [
-                name
-                for name in options["fields"]
-                if name != "error_shown" or not key_page.is_error_on_top(obj)
-            ]
+            fields = list(options["fields"])
+            if "error_shown" in fields and key_page.is_error_on_top(obj):
+                fields.remove("error_shown")
             full = [name for name in fields if self._has_value(name, obj)]
             empty += [name for name in fields if name not in full]
             kept += [(title, {"fields": full})] if full else []
@@ -121,11 +90,8 @@ class KeyPageAdmin(ReadOnlyAdmin):
     def sender(self, key: Any) -> str:
         """Return the name and the id of the user; only the id if the user is deleted; empty without
         a user."""
-        return (
-            f"{key.sent_by.get_username()} ({key.user_id})"
-            if key.sent_by
-            else str(key.user_id or "")
-        )
+        name = key.sent_by and key.sent_by.get_username()
+        return f"{name} ({key.user_id})" if key.sent_by else str(key.user_id or "")
 
     @admin.display(description=_("last error"))
     def error_shown(self, key: IdempotencyKey) -> SafeString:
@@ -139,9 +105,9 @@ class KeyPageAdmin(ReadOnlyAdmin):
     def request_shown(self, key: IdempotencyKey) -> SafeString:
         if not has_headers(key):  # The request of a plain view.
             return preformatted("")
-        return preformatted(
-            gettext("(not kept)") if key.request_body is None else pretty(key.request_params)
-        )
+        if key.request_body is None:
+            return preformatted(gettext("(not kept)"))
+        return preformatted(pretty(key.request_params))
 
     @admin.display(description=_("headers"))
     def response_headers_shown(self, key: IdempotencyKey) -> SafeString:
@@ -166,17 +132,14 @@ class KeyPageAdmin(ReadOnlyAdmin):
         """Show the state of the key, its history, its next step, and the buttons that the person
         may press."""
         key = context["original"]
-        events = history_of(key)
+        events, url_path = history_of(key), key.request_path.partition("?")[0]
         # Read before the calls that the page shows: if a call begins in between, the button reports
         # that the key has changed.
         looked = urlencode(looked_at(key, self._alias(key)))
         context |= {
             **key_page.facts(key),
-            "subtitle": cut(
-                encodable(f"{key.request_method} {key.request_path.partition('?')[0]}"),
-                MAX_SUBTITLE,
-            ),
-            "line": key_page.line(key, key.declared),
+            "subtitle": cut(encodable(f"{key.request_method} {url_path}"), MAX_SUBTITLE),
+            "line": recovery_points.line(key, key.declared),
             "events": events,
             "timeline": KeyTimeline(key, events).drawn(),
             "best": key_page.best_action(key),
@@ -205,12 +168,9 @@ class KeyPageAdmin(ReadOnlyAdmin):
         page."""
         key: Any = super().get_object(request, object_id, from_field)
         if key is not None:
-            key.declared = key_page.DeclaredPoints().of(key)
-            key.sent_by = (
-                get_user_model()._default_manager.filter(pk=key.user_id).first()
-                if key.user_id
-                else None
-            )
+            key.declared = recovery_points.DeclaredPoints().of(key)
+            users = get_user_model()._default_manager.filter(pk=key.user_id)
+            key.sent_by = users.first() if key.user_id else None
         return key
 
     def _alias(self, key: IdempotencyKey) -> str:
@@ -227,43 +187,29 @@ class KeyPageAdmin(ReadOnlyAdmin):
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
-        page = reverse(
-            f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change",
-            args=(pk,),
-        )
+        change = f"{self.opts.app_label}_{self.opts.model_name}_change"
+        page = reverse(f"{self.admin_site.name}:{change}", args=(pk,))
         # The data as the page with the button showed it, not the present data.
         looked = {name: request.GET.get(name) for name in ("seen", "at", "calls")}
         if request.method == "GET" and looked != looked_at(key, self._alias(key)):
             self.message_user(request, TOO_LATE, messages.WARNING)
             return HttpResponseRedirect(page)
-        template = (
-            answering.template_for(key, self.get_queryset(request)) if name == "answer" else None
-        )
-        filled = (
-            answering.filled_in(template)
-            if template is not None and "template" in request.GET
-            else {}
-        )
+        template, filled = None, {}
+        if name == "answer":
+            template = answering.template_for(key, self.get_queryset(request))
+            if template is not None and "template" in request.GET:
+                filled = answering.filled_in(template)
         form = button.form(request.POST or None, initial=looked | filled)
         if request.method == "POST" and form.is_valid() and not form.asks_again():
-            level, text, logged = button.press(
-                key, form.cleaned_data, username(request), self._alias(key)
-            )
+            by, using = username(request), self._alias(key)
+            level, text, logged = button.press(key, form.cleaned_data, by, using)
             if logged:
                 self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
             self.message_user(request, str(text), level)
             return HttpResponseRedirect(page)
-        question = {
-            "title": button.label,
-            "name": name,
-            "button": button,
-            "form": form,
-            "page": page,
-            "template": template,
-        }
-        return self._ask(
-            request, key, question | {"filled": bool(filled), "looked_at": urlencode(looked)}
-        )
+        question: dict[str, Any] = {"title": button.label, "name": name, "button": button}
+        question |= {"form": form, "page": page, "template": template, "filled": bool(filled)}
+        return self._ask(request, key, question | {"looked_at": urlencode(looked)})
 
     # A view must not run inside a transaction, and a later error of the page must not undo the
     # action of the button.
@@ -274,7 +220,9 @@ class KeyPageAdmin(ReadOnlyAdmin):
     ) -> HttpResponse:
         """Return the confirmation of a button, with the facts that the person needs for the
         decision."""
-        form = question["form"]
+        form, preview = question["form"], None
+        if isinstance(form, answering.AnswerFields):
+            preview = form.preview(question["template"])
         shown = {
             "opts": self.opts,
             "media": self.media,
@@ -282,18 +230,13 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "request_line": self.request(key),
             "request_body": self.request_shown(key),
             "sender": self.sender(key),
-            "preview": (
-                form.preview(question["template"])
-                if isinstance(form, answering.AnswerFields)
-                else None
-            ),
+            "preview": preview,
             **key_page.facts(key),
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         template = "admin/idempotency/idempotencykey/press.html"
-        return TemplateResponse(
-            request, template, self.admin_site.each_context(request) | shown | question
-        )
+        context = self.admin_site.each_context(request) | shown | question
+        return TemplateResponse(request, template, context)
 
 
 def _shown(name: str) -> Callable[[KeyPageAdmin, IdempotencyKey], str]:

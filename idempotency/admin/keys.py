@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState, due_at
 from idempotency._text import cut
-from idempotency.admin import dashboard, key_page
+from idempotency.admin import dashboard, recovery_points
 from idempotency.admin.bulk_keys import Acknowledge, HandBack
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
@@ -145,7 +145,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         """Return the list, whose keys have their declared recovery points and senders. All senders
         take one query."""
         changelist = super().get_changelist_instance(request)
-        keys, points = list(changelist.result_list), key_page.DeclaredPoints()
+        keys, points = list(changelist.result_list), recovery_points.DeclaredPoints()
         users = get_user_model()._default_manager.in_bulk(
             {key.user_id for key in keys if key.user_id is not None}
         )
@@ -164,7 +164,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     @admin.display(description=_("recovery point"))
     def progress(self, key: Any) -> str:
-        return key_page.progress(key, key.declared)
+        return recovery_points.progress(key, key.declared)
 
     @admin.display(description=_("status"), empty_value="")
     def status(self, key: IdempotencyKey) -> int | None:

@@ -18,6 +18,13 @@ from idempotency.management.failures import exit_1_explained
 from idempotency.management.passes import add_database_argument, database_of, whole_number
 from idempotency.models import ProcessedMessage, StagedJob
 
+_LIST = (
+    "Print a line for each job: state, id, hand-overs, refusals, queue, name, error. First come the"
+    " jobs whose on_commit hooks failed. They took effect, and are not staged any more."
+)
+_RETRY = "Make failed jobs due again, and reset their counts of hand-overs and refusals."
+_PURGE = "Delete failed jobs, and the errors of on_commit hooks."
+
 
 class Command(BaseCommand):
     help = (
@@ -32,42 +39,18 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(
             dest="action", required=True, parser_class=argparse.ArgumentParser
         )
-        listing = actions.add_parser(
-            "list",
-            parents=[database],
-            help=(
-                "Print a line for each job: state, id, hand-overs, refusals, queue, name, error."
-                " First come the jobs whose on_commit hooks failed. They took effect, and are not"
-                " staged any more."
-            ),
-        )
-        listing.add_argument("--failed", action="store_true", help="Print only failed jobs.")
-        listing.add_argument(
-            "--limit",
-            type=whole_number,
-            default=100,
-            metavar="N",
-            help="Maximum number of lines (default: %(default)s).",
-        )
-        for name, text in (
-            (
-                "retry",
-                "Make failed jobs due again, and reset their counts of hand-overs and refusals.",
-            ),
-            ("purge", "Delete failed jobs, and the errors of on_commit hooks."),
-        ):
+        add = actions.add_parser("list", parents=[database], help=_LIST).add_argument
+        add("--failed", action="store_true", help="Print only failed jobs.")
+        text = "Maximum number of lines (default: %(default)s)."
+        add("--limit", type=whole_number, default=100, metavar="N", help=text)
+        for name, text in (("retry", _RETRY), ("purge", _PURGE)):
             action = actions.add_parser(name, parents=[database], help=text)
-            which = action.add_mutually_exclusive_group(required=True)
-            which.add_argument(
-                "ids", nargs="*", default=[], type=UUID, metavar="ID", help="The ids of the jobs."
-            )
-            which.add_argument("--all", action="store_true", help="All failed jobs.")
-        stats = actions.add_parser(
-            "stats", parents=[database], help="Print the backlog in one line."
-        )
-        stats.add_argument(
-            "--json", action="store_true", help="Print a JSON object, for monitoring."
-        )
+            add = action.add_mutually_exclusive_group(required=True).add_argument
+            add("ids", nargs="*", default=[], type=UUID, metavar="ID", help="The ids of the jobs.")
+            add("--all", action="store_true", help="All failed jobs.")
+        text = "Print the backlog in one line."
+        add = actions.add_parser("stats", parents=[database], help=text).add_argument
+        add("--json", action="store_true", help="Print a JSON object, for monitoring.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = database_of(options, StagedJob)
@@ -75,30 +58,21 @@ class Command(BaseCommand):
             getattr(self, options["action"])(using, options)
 
     def list(self, using: str, options: dict[str, Any]) -> None:
-        done = (
-            ProcessedMessage.objects.using(using)
-            .filter(HOOKS_FAILED)
-            .order_by("processed_at")[: options["limit"]]
-        )
+        messages = ProcessedMessage.objects.using(using).filter(HOOKS_FAILED)
+        done = messages.order_by("processed_at")[: options["limit"]]
         for message in done:
-            self.stdout.write(
-                escaped(
-                    f"hook failed  {message.message_id} "
-                    f" {' '.join(message.hook_error.split())[:160]}"
-                )
-            )
-        jobs = StagedJob.objects.using(using).order_by(
-            F("failed_at").asc(nulls_last=True), "run_at", "pk"
-        )
+            error = " ".join(message.hook_error.split())[:160]
+            self.stdout.write(escaped(f"hook failed  {message.message_id}  {error}"))
+        order = (F("failed_at").asc(nulls_last=True), "run_at", "pk")
+        jobs = StagedJob.objects.using(using).order_by(*order)
         if options["failed"]:
             jobs = jobs.filter(failed_at__isnull=False)
         for job in jobs[: options["limit"] - len(done)]:
             state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
             error = " ".join(job.last_error.split())[:120]
             counts = f"{job.hand_overs} hand-overs  {job.refusals} refusals"
-            self.stdout.write(
-                escaped(f"{state}  {job.pk}  {counts}  {job.queue}  {job.label}  {error}".rstrip())
-            )
+            line = f"{state}  {job.pk}  {counts}  {job.queue}  {job.label}  {error}"
+            self.stdout.write(escaped(line.rstrip()))
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
         self._conclude("made due again", retry_jobs(_chosen(options), using=using), options)
@@ -114,11 +88,8 @@ class Command(BaseCommand):
         if options["json"]:
             self.stdout.write(json.dumps(asdict(waiting)))
         else:
-            oldest = f"{waiting.oldest_seconds:.1f} s"
-            self.stdout.write(
-                f"staged_jobs: {waiting.depth} due, the oldest for {oldest}, {waiting.failed}"
-                " failed"
-            )
+            due = f"{waiting.depth} due, the oldest for {waiting.oldest_seconds:.1f} s"
+            self.stdout.write(f"staged_jobs: {due}, {waiting.failed} failed")
 
     def _conclude(self, done: str, count: int, options: dict[str, Any]) -> None:
         """Print the number of jobs. Raises CommandError if an id is not that of a failed job, or if

@@ -1,0 +1,88 @@
+"""The recovery points of a key: those that its view declares, and those that it has reached."""
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+
+from idempotency._engine.history import HistoryEvent
+from idempotency._http.routes import options_for
+from idempotency._http.stored_request import urlconf_of
+from idempotency.admin.history import history_of, is_whole
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
+
+
+class DeclaredPoints:
+    """The recovery points that views declare. One page looks up each path and method only once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str], tuple[str, ...] | None] = {}
+
+    def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
+        """Return the recovery points of the request's view: empty for a plain view, None if no
+        protected view is found."""
+        place = key.request_path.partition("?")[0], key.request_method, urlconf_of(key) or ""
+        if place not in self._found:
+            options = options_for(key)
+            self._found[place] = options.every_point() if options else None
+        return self._found[place]
+
+
+def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
+    """Return the recovery point with its position among the declared points, as in ``ride_created
+    (2/4)``."""
+    if not points or key.recovery_point not in points:
+        return key.recovery_point
+    return f"{key.recovery_point} ({points.index(key.recovery_point) + 1}/{len(points)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A recovery point on the line of the page.
+
+    ``place`` is "passed", "here", "unknown" (the point of the key, but the view does not declare
+    it) or "ahead". An earlier point that is not in the history is "skipped", or "unrecorded" if the
+    history is cut or empty.
+    """
+
+    name: str
+    place: str
+    at: datetime | None
+    errors: int = 0
+
+
+def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
+    """Return the recovery points of the key in order, each with its place and the number of errors
+    at it."""
+    reached, errors = _reached(key)
+    order = list(points or (STARTED, FINISHED))
+    unknown = key.recovery_point not in order
+    if unknown:  # Only the history shows which points the key has passed.
+        passed = [name for name in reached if name not in (FINISHED, key.recovery_point)]
+        order = [*passed, key.recovery_point, *(name for name in order if name not in passed)]
+    here = order.index(key.recovery_point)
+    not_reached = "skipped" if is_whole(key) else "unrecorded"
+    stops = []
+    for position, name in enumerate(order):
+        if position < here or key.finished_at:
+            place = "passed" if name in reached else not_reached
+        elif position == here:
+            place = "unknown" if unknown else "here"
+        else:
+            place = "ahead"
+        stops.append(Stop(name, place, reached.get(name), errors[name]))
+    return stops
+
+
+def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:
+    """Return the time at which each point was reached, and the number of errors at it, according to
+    the history."""
+    reached: dict[str, datetime | None] = {STARTED: key.created_at, FINISHED: key.finished_at}
+    errors: Counter[str] = Counter()
+    here = STARTED
+    for event in history_of(key):
+        if event.name == HistoryEvent.RECOVERY_POINT:
+            here = event.detail
+            reached[here] = event.at
+        elif event.name == HistoryEvent.ERROR:
+            errors[here] += 1
+    return reached, errors
