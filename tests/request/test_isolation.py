@@ -296,18 +296,25 @@ def test_row_that_came_after_the_snapshot_is_found_by_another_run_whatever_the_s
     assert counted.runs == 2
 
 
+def close_with_pool() -> None:
+    """Close the connection, and those that a pool keeps with the former options."""
+    connection.close()
+    if hasattr(connection, "close_pool"):
+        connection.close_pool()
+
+
 @contextmanager
 def option_of_the_database(level: str) -> Iterator[None]:
     """Set the option ``isolation_level`` of the database, as a project does, for new
     connections."""
     options = connection.settings_dict["OPTIONS"]
     former = options.get("isolation_level")
-    connection.close()
+    close_with_pool()
     options["isolation_level"] = getattr(IsolationLevel, level.replace(" ", "_").upper())
     try:
         yield
     finally:
-        connection.close()
+        close_with_pool()
         del options["isolation_level"]
         if former is not None:
             options["isolation_level"] = former
