@@ -4,7 +4,7 @@ from django.contrib import admin
 from django.contrib.auth.admin import UserAdmin
 
 from idempotency.contrib.admin import KeyStateMixin
-from rides_demo.models import AuditRecord, Receipt, Ride, User
+from rides_demo.models import AuditRecord, Payout, Pilot, Receipt, Ride, User
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):
@@ -60,3 +60,14 @@ class AuditRecordAdmin(ReadOnlyAdmin):
 @admin.register(Receipt)
 class ReceiptAdmin(ReadOnlyAdmin):
     list_display = ("id", "ride", "email", "created_at")
+
+
+@admin.register(Pilot)
+class PilotAdmin(ReadOnlyAdmin):
+    list_display = ("name", "stripe_account_id")
+
+
+@admin.register(Payout)
+class PayoutAdmin(ReadOnlyAdmin):
+    list_display = ("id", "pilot", "day", "cents", "stripe_transfer_id", "created_at")
+    list_select_related = ("pilot",)

@@ -1,7 +1,7 @@
-"""Users, rides, audit records and receipts.
+"""Users, rides, audit records and receipts; pilots and their payouts.
 
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of Rocket
-Rides), constraints and lengths included.
+Rides), constraints and lengths included. Pilots and payouts are not in the article.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from django.db.models.functions import Now
 #: The price of a ride in cents: $20.00.
 RIDE_AMOUNT = 2000
 RIDE_CURRENCY = "usd"
+#: The pilot's part of the price in cents: $14.00.
+PILOT_AMOUNT = 1400
 
 
 class RiderManager(UserManager["User"]):
@@ -156,3 +158,39 @@ class Receipt(models.Model):
 
     def __str__(self) -> str:
         return f"Receipt of ride {self.ride_id}"
+
+
+class Pilot(models.Model):
+    """A pilot with an account at Stripe. The pilots of a service are fixed, and take its rides in
+    turn."""
+
+    name = models.CharField(max_length=50, unique=True)
+    stripe_account_id = models.CharField(max_length=50, unique=True)
+
+    class Meta:
+        db_table = "pilots"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Payout(models.Model):
+    """The earnings of a pilot on one day (UTC). They are paid as one transfer at Stripe."""
+
+    created_at = models.DateTimeField(db_default=Now())
+    pilot = models.ForeignKey(Pilot, on_delete=models.PROTECT, related_name="payouts")
+    day = models.DateField()
+    cents = models.PositiveIntegerField()
+    stripe_transfer_id = models.CharField(max_length=50, unique=True, null=True, blank=True)
+
+    class Meta:
+        db_table = "payouts"
+        constraints = [
+            models.UniqueConstraint(fields=["pilot", "day"], name="payouts_one_a_day"),
+            models.CheckConstraint(
+                condition=Q(cents__gt=0) & ~Q(stripe_transfer_id=""), name="payouts_not_empty"
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"Payout of {self.day} to pilot {self.pilot_id}"

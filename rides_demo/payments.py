@@ -1,4 +1,4 @@
-"""Payments with the official Stripe client: one charge per ride.
+"""Payments with the official Stripe client: one charge per ride, one transfer per payout.
 
 Source: https://docs.stripe.com/api/idempotent_requests. Stripe stores a 500 that occurred during
 execution, and replays it for 24 hours like any other result.
@@ -6,6 +6,7 @@ execution, and replays it for 24 hours like any other result.
 
 import functools
 import logging
+from collections.abc import Callable
 
 import requests
 import stripe
@@ -13,19 +14,27 @@ from django.conf import settings
 
 from idempotency import conf
 from idempotency.exceptions import KeyStuck
-from rides_demo.models import RIDE_AMOUNT, RIDE_CURRENCY, Ride
+from rides_demo.models import RIDE_AMOUNT, RIDE_CURRENCY, Payout, Ride
 
 logger = logging.getLogger("rides_demo.payments")
 
-#: An unconfirmed charge is not repeated after 23 hours, because Stripe deletes a key after 24
-#: hours.
-CHARGE_KEY_SECONDS = 23 * 3600
+#: An unconfirmed call is not repeated after 23 hours, because Stripe deletes a key after 24 hours.
+KEY_HOURS = 23
+CHARGE_KEY_SECONDS = KEY_HOURS * 3600
 #: The Retry-After header of a response while Stripe cannot be reached.
 RETRY_AFTER_SECONDS = 1
 
 
 class PaymentDeclined(Exception):
     """The provider declined the card; the message is the provider's text for the customer."""
+
+
+class TransferRefused(Exception):
+    """Stripe made no transfer, for example to an account that is closed. ``code`` is Stripe's."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class PaymentUnavailable(Exception):
@@ -92,10 +101,8 @@ def charge_ride(ride: Ride, downstream_key: str) -> str:
         raise  # the request is invalid: a bug that no retry resolves
     except stripe.StripeError as error:
         if _is_stored_failure(error):
-            return _charge_of_stored_failure(ride, error)
-        raise PaymentUnavailable(
-            f"{type(error).__name__} {error.http_status or 'without a response'}"
-        ) from error
+            return _made_in_spite_of(error, f"charge for ride {ride.pk}", lambda: find_charge(ride))
+        raise _unavailable(error) from error
     return charge.id
 
 
@@ -121,6 +128,58 @@ def refund_charge(charge_id: str, downstream_key: str) -> None:
     stripe_client().v1.refunds.create({"charge": charge_id}, {"idempotency_key": downstream_key})
 
 
+def pay_out(payout: Payout, downstream_key: str) -> str:
+    """Transfer a payout to its pilot; return the id of the transfer, the same id for the same key.
+
+    The function calls Stripe, so no transaction may be open.
+
+    Raises TransferRefused.
+    Raises PaymentUnavailable.
+    Raises KeyStuck if Stripe stored a failure for the key and lists no transfer for the payout.
+    """
+    try:
+        transfer = stripe_client().v1.transfers.create(
+            {
+                "amount": payout.cents,
+                "currency": RIDE_CURRENCY,
+                "destination": payout.pilot.stripe_account_id,
+                "description": f"Rides of {payout.day}",
+                "transfer_group": _group_of(payout),
+            },
+            {"idempotency_key": downstream_key},
+        )
+    except stripe.IdempotencyError:
+        raise  # the request is invalid: a bug that no retry resolves
+    except stripe.InvalidRequestError as error:
+        raise TransferRefused(
+            error.code or "invalid_request", error.user_message or "Stripe refused the transfer."
+        ) from error
+    except stripe.StripeError as error:
+        if _is_stored_failure(error):
+            return _made_in_spite_of(error, f"transfer for {payout}", lambda: find_transfer(payout))
+        raise _unavailable(error) from error
+    return transfer.id
+
+
+def find_transfer(payout: Payout) -> str | None:
+    """Return the id of the transfer of ``payout``, or None.
+
+    Raises stripe.StripeError if the request to Stripe fails.
+    """
+    found = stripe_client().v1.transfers.list(
+        {
+            "destination": payout.pilot.stripe_account_id,
+            "transfer_group": _group_of(payout),
+            "limit": 1,
+        }
+    )
+    return found.data[0].id if found.data else None
+
+
+def _group_of(payout: Payout) -> str:
+    return f"payout-{payout.day}"
+
+
 def ride_id_of(charge: stripe.Charge) -> str:
     """Return the id of the ride that the charge names in its metadata, or an empty string."""
     return str((charge.metadata or {})["ride_id"]) if "ride_id" in (charge.metadata or {}) else ""
@@ -131,18 +190,28 @@ def _is_stored_failure(error: stripe.StripeError) -> bool:
     return (error.http_status or 0) >= 500 and replayed.lower() == "true"
 
 
-def _charge_of_stored_failure(ride: Ride, failure: stripe.StripeError) -> str:
+def _unavailable(error: stripe.StripeError) -> PaymentUnavailable:
+    return PaymentUnavailable(f"{type(error).__name__} {error.http_status or 'without a response'}")
+
+
+def _made_in_spite_of(
+    failure: stripe.StripeError, what: str, find: Callable[[], str | None]
+) -> str:
+    """Return the id of the object that Stripe has created in spite of the failure that it stored.
+
+    Raises PaymentUnavailable if the object cannot be looked up.
+    Raises KeyStuck if Stripe lists no such object.
+    """
     try:
-        charge_id = find_charge(ride)
+        found = find()
     except stripe.StripeError as error:
         raise PaymentUnavailable(
-            "Stripe replays a failure and the charge cannot be looked up"
+            f"Stripe replays a failure and the {what} cannot be looked up"
         ) from error
-    if charge_id is None:
+    if found is None:
         raise KeyStuck(
-            f"Stripe stored a failure for this charge and lists no charge for ride {ride.pk}."
-            " Stripe replays the failure for 24 hours. Check the charge in Stripe's dashboard,"
-            " then store a response for this key."
+            f"Stripe stored a failure, and lists no {what}. Stripe replays the failure for 24"
+            " hours. Check Stripe's dashboard, then store a response for this key."
         ) from failure
-    logger.warning("ride %s: Stripe stored a failure, but charge %s exists", ride.pk, charge_id)
-    return charge_id
+    logger.warning("%s: Stripe stored a failure, but %s exists", what, found)
+    return found

@@ -1,4 +1,4 @@
-"""The account of the Stripe sandbox: customers, charges, refunds and idempotency keys.
+"""The account of the Stripe sandbox: customers, charges, refunds, transfers and idempotency keys.
 
 Source: docs.stripe.com/api/idempotent_requests.
 """
@@ -53,14 +53,15 @@ class Execution:
 
 
 class Account:
-    """Customers, charges, refunds and keys. Callers hold ``lock``; ``claim`` and ``release``
-    acquire it themselves."""
+    """Customers, charges, refunds, transfers and keys. Callers hold ``lock``; ``claim`` and
+    ``release`` acquire it themselves."""
 
     def __init__(self, webhooks: WebhookSender) -> None:
         self.lock = threading.RLock()
         self.customers: dict[str, Params] = {}
         self.charges: dict[str, Params] = {}
         self.refunds: dict[str, Params] = {}
+        self.transfers: dict[str, Params] = {}
         self.messages: dict[str, Params] = {}
         self.executions: dict[tuple[str, str], Execution] = {}
         self._stalls: dict[str, float] = {}
@@ -131,6 +132,20 @@ class Account:
             self.refunds, "re", "refund", {**fields, "metadata": params.get("metadata", {})}
         )
 
+    def create_transfer(self, params: Params) -> Params:
+        amount, currency = whole_number(params, "amount", least=1), required(params, "currency")
+        if not required(params, "destination").startswith("acct_"):
+            raise missing("destination", params["destination"], "destination")
+        fields = {
+            "amount": amount,
+            "currency": currency,
+            "destination": params["destination"],
+            "description": params.get("description"),
+            "metadata": params.get("metadata", {}),
+            "transfer_group": params.get("transfer_group"),
+        }
+        return self._add(self.transfers, "tr", "transfer", fields)
+
     def send_text(self, params: Params) -> Params:
         return self._add(
             self.messages,
@@ -145,26 +160,12 @@ class Account:
         return self.charges[charge_id]
 
     def list_charges(self, params: Params) -> Params:
-        limit = whole_number(params, "limit", least=1) if "limit" in params else 10
         if "customer" in params and params["customer"] not in self.customers:
             raise missing("customer", params["customer"], "customer")
-        found = [
-            c
-            for c in reversed(self.charges.values())
-            if params.get("customer") in (None, c["customer"])
-        ]
-        if "starting_after" in params:
-            last = self.retrieve_charge(params["starting_after"])
-            found = found[
-                next((n for n, charge in enumerate(found, start=1) if charge is last), len(found)) :
-            ]
-        limit = min(limit, 100)
-        return {
-            "object": "list",
-            "url": "/v1/charges",
-            "has_more": len(found) > limit,
-            "data": found[:limit],
-        }
+        return _page("charge", self.charges, ("customer",), params)
+
+    def list_transfers(self, params: Params) -> Params:
+        return _page("transfer", self.transfers, ("destination", "transfer_group"), params)
 
     def state(self) -> Params:
         """Return the whole state, for tests and for the consistency check."""
@@ -176,6 +177,7 @@ class Account:
             "customers": self.customers,
             "charges": self.charges,
             "refunds": self.refunds,
+            "transfers": self.transfers,
             "messages": self.messages,
         }
         return {name: list(objects.values()) for name, objects in lists.items()} | {
@@ -230,6 +232,31 @@ class Account:
         with self.lock:
             if not execution.status:
                 self.executions.pop((api_key, execution.key), None)
+
+
+def _page(
+    kind: str, objects: dict[str, Params], filters: tuple[str, ...], params: Params
+) -> Params:
+    """Return a page of a list, newest first: the objects whose fields are those of the filters."""
+    limit = min(whole_number(params, "limit", least=1) if "limit" in params else 10, 100)
+    found = [
+        one
+        for one in reversed(objects.values())
+        if all(params.get(name) in (None, one[name]) for name in filters)
+    ]
+    if "starting_after" in params:
+        last = params["starting_after"]
+        if last not in objects:
+            raise missing(kind, last, "id", status=404)
+        found = found[
+            next((n for n, one in enumerate(found, start=1) if one["id"] == last), len(found)) :
+        ]
+    return {
+        "object": "list",
+        "url": f"/v1/{kind}s",
+        "has_more": len(found) > limit,
+        "data": found[:limit],
+    }
 
 
 def missing(kind: str, name: object, param: str, status: int = 400) -> StripeError:

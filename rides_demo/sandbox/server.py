@@ -3,7 +3,8 @@
 ``python -m rides_demo.sandbox --port 8012`` listens on loopback and keeps its state in memory. Use
 the official ``stripe`` client with ``base_addresses={"api": url}``. The source
 ``tok_chargeCustomerFail`` creates a customer whose charges are declined; unlike Stripe, the sandbox
-does not list these charges. The source ``tok_stall``, which Stripe does not have, creates a
+does not list these charges. A transfer may go to any account whose id begins with ``acct_``; there
+are no balances. The source ``tok_stall``, which Stripe does not have, creates a
 customer whose charges take longer than any client waits. Tests and the simulator use two more
 paths. ``GET /_state`` returns the state. ``POST /_faults`` replaces the active faults with a JSON
 list (``rides_demo.sandbox.faults.Fault``).
@@ -58,6 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         "/v1/customers": Account.create_customer,
         "/v1/charges": Account.create_charge,
         "/v1/refunds": Account.create_refund,
+        "/v1/transfers": Account.create_transfer,
     }
 
     def do_GET(self) -> None:
@@ -137,6 +139,8 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.account.lock:
             if path == "/v1/charges":
                 return 200, dumped(self.server.account.list_charges(params)), False
+            if path == "/v1/transfers":
+                return 200, dumped(self.server.account.list_transfers(params)), False
             if path.startswith("/v1/charges/"):
                 return (
                     200,

@@ -124,6 +124,27 @@ def test_a_list_is_paged_newest_first_and_filtered_by_customer(client, customer)
         client.v1.charges.list({"customer": "cus_unknown"})
 
 
+def test_a_transfer_is_made_once_for_a_key_and_listed_by_its_account_and_group(client):
+    def transfer(account, group, key):
+        params = {"amount": 900, "currency": "usd", "destination": account, "transfer_group": group}
+        return client.v1.transfers.create(params, {"idempotency_key": key}).id
+
+    made = [transfer(f"acct_{account}", "monday", f"key {account}") for account in "aba"]
+    tuesday = transfer("acct_a", "tuesday", "key tuesday")
+    assert made[2] == made[0]
+
+    def listed(**filters):
+        return [
+            one.id for one in client.v1.transfers.list(filters | {"limit": 1}).auto_paging_iter()
+        ]
+
+    assert listed() == [tuesday, made[1], made[0]]
+    assert listed(destination="acct_a") == [tuesday, made[0]]
+    assert listed(destination="acct_a", transfer_group="monday") == [made[0]]
+    with pytest.raises(stripe.InvalidRequestError, match="No such destination"):
+        transfer("cus_a", "monday", "key of no account")
+
+
 def test_refunds_add_up_to_the_charge_and_no_further(client, customer):
     made = charge(client, customer)
     client.v1.refunds.create({"charge": made.id, "amount": 500})

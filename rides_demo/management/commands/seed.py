@@ -1,4 +1,4 @@
-"""Create the users of the demo and their Stripe customers."""
+"""Create the users of the demo and their Stripe customers, and its pilots."""
 
 import hashlib
 
@@ -7,8 +7,9 @@ from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 
 from rides_demo import payments
-from rides_demo.models import User
-from rides_demo.sharding import SHARDS, shard_of_request
+from rides_demo.models import Pilot, User
+from rides_demo.sharding import shard_of_request
+from rides_demo.tenants import shards
 
 #: Name, token and the source of the card.
 RIDERS = (
@@ -16,20 +17,25 @@ RIDERS = (
     ("joe", "demo-joe", "tok_chargeCustomerFail"),
     ("max", "demo-max", "tok_visa"),
 )
+PILOTS = ("amelia", "bessie", "charles", "orville")
 
 
 class Command(BaseCommand):
     help = (
-        "Create jane, joe and max with their Stripe customers, and the superuser admin/admin. Can"
-        " be repeated."
+        "Create jane, joe and max with their Stripe customers, the pilots, and the superuser"
+        " admin/admin. Can be repeated."
     )
 
     def handle(self, *args: object, **options: object) -> None:
-        for shard in (alias for alias in SHARDS.values() if alias in settings.DATABASES):
+        for shard in shards().values():
             # The router sends the riders of a tenant to the database of the tenant.
             shard_of_request.set(shard)
             for name, token, source in RIDERS:
                 self._seed_rider(name, token, source)
+            for name in PILOTS:
+                # The sandbox makes transfers to each account whose id begins with "acct_".
+                account = {"stripe_account_id": f"acct_{shard}_{name}"}
+                Pilot.objects.get_or_create(name=name, defaults=account)
         shard_of_request.set("default")
         if not User.objects.filter(username="admin").exists():
             User.objects.create_superuser("admin", "admin@example.com", "admin")
