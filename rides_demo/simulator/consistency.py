@@ -5,8 +5,9 @@ The check only reads and repairs nothing.
 
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields, replace
+from datetime import date
 from typing import NamedTuple
 
 from django.db import Error, connections
@@ -16,6 +17,7 @@ from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo import payments
 from rides_demo.models import RIDE_AMOUNT, AuditRecord, Receipt, Ride, User
 from rides_demo.simulator.booking_clients import Outcome
+from rides_demo.simulator.payouts import PayoutChecker, PilotTotals
 
 POLL_SECONDS = 0.2
 COORDINATES = ("origin_lat", "origin_lon", "target_lat", "target_lon")
@@ -57,6 +59,11 @@ class CheckResult:
     surplus_receipts: int = 0
     #: Stuck keys beyond the number of failures that Stripe stored.
     unexplained_stuck: int = 0
+    #: See ``payouts.PayoutResult``.
+    unpaid_pilots: int = 0
+    wrong_payouts: int = 0
+    double_transfers: int = 0
+    unmatched_transfers: int = 0
 
     stuck_keys: int = 0
     #: Keys with more than one run, and keys that the completer ran.
@@ -66,17 +73,25 @@ class CheckResult:
     rides: int = 0
     charges: int = 0
     receipts: int = 0
+    #: Payouts that the completer ran.
+    completer_payouts: int = 0
+    pilots: list[PilotTotals] = field(default_factory=list)
     #: A description of each inconsistency.
     findings: list[str] = field(default_factory=list)
 
     #: The number of fields above that must be 0.
-    MUST_BE_ZERO = 14
+    MUST_BE_ZERO = 18
 
     def add(self, other: "CheckResult", tenant: str) -> None:
-        """Add the counts of ``other``, and its findings with the name of their ``tenant``."""
+        """Add the counts of ``other``, and its pilots and findings with the name of their
+        ``tenant``."""
         for entry in fields(self):
-            if entry.name != "findings":
+            if entry.name not in ("findings", "pilots"):
                 setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+        self.pilots += [
+            replace(row, pilot=f"{tenant}: {row.pilot}" if tenant else row.pilot)
+            for row in other.pilots
+        ]
         self.findings += [
             f"{tenant}: {finding}" if tenant else finding for finding in other.findings
         ]
@@ -98,12 +113,18 @@ class Checker:
     """Check the keys, rides and charges of one simulation: the keys that begin with ``prefix``.
 
     If ``webhooks`` is true, Stripe sends an event for each charge, so each charged ride must become
-    paid. ``shard`` is the alias of the database. The check names it in each query and does not use
-    the router.
+    paid. If ``payouts`` is true, the pilots are paid. ``shard`` is the alias of the database. The
+    check names it in each query and does not use the router.
     """
 
     def __init__(
-        self, prefix: str, tokens: Iterable[str], *, webhooks: bool = False, shard: str = "default"
+        self,
+        prefix: str,
+        tokens: Iterable[str],
+        *,
+        webhooks: bool = False,
+        payouts: bool = False,
+        shard: str = "default",
     ) -> None:
         self.webhooks, self.shard = webhooks, shard
         self.keys = IdempotencyKey.objects.using(shard).filter(idempotency_key__startswith=prefix)
@@ -115,6 +136,7 @@ class Checker:
             Receipt.objects.using(shard).filter(ride__in=self.rides),
         )
         self._charged_before = set(self._charges())
+        self._payouts = PayoutChecker(prefix, shard) if payouts else None
 
     def _charges(self) -> list[Charge]:
         """Return the successful charges of the riders that Stripe lists."""
@@ -235,6 +257,18 @@ class Checker:
             stripe_charge_id__isnull=False, idempotency_key__response_code=402
         ).count()
         result.surplus_rides += refused
+
+    def check_payouts(self, result: CheckResult, days: Collection[date]) -> None:
+        """Compare rides, payouts and transfers of the days on which the pilots were paid."""
+        if self._payouts is not None:
+            found = self._payouts.check(days)
+            result.unpaid_pilots = found.unpaid_pilots
+            result.wrong_payouts = found.wrong_payouts
+            result.double_transfers = found.double_transfers
+            result.unmatched_transfers = found.unmatched_transfers
+            result.unfinished_keys += found.unfinished_keys
+            result.completer_payouts = found.completer_payouts
+            result.pilots, result.findings = found.pilots, result.findings + found.findings
 
     def check_log(
         self, result: CheckResult, outcomes: Iterable[Outcome], stored_failures: int

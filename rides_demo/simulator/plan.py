@@ -18,6 +18,7 @@ from rides_demo.simulator.crashes import (
 )
 from rides_demo.simulator.hangs import HANG
 from rides_demo.simulator.limits import LIMITS
+from rides_demo.simulator.paydays import KILL_PAY_PILOTS
 from rides_demo.simulator.suspensions import VANISH
 
 #: The kinds of booking of each client fault, with the percentage of bookings of each kind.
@@ -39,6 +40,7 @@ EVENTS = {
     "kill-completer": 2,
     "kill-reaper": 1,
     KILL_SERVER: 1,
+    KILL_PAY_PILOTS: 3,
     RESTART_POSTGRES: 2,
     "restart-redis": 2,
 }
@@ -46,9 +48,9 @@ FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, *EVENTS)
 #: A longer run kills more web workers.
 KILLS_PER_BOOKING = 1 / 80
 
-#: The faults of "stripe-faults" and their rates. After a stored 500 the service finds the charge by
-#: its metadata. A stored 500 without a charge (``500_begun``) requires manual review, so only a
-#: soak has this fault.
+#: The faults of "stripe-faults" and their rates for charges. After a stored 500 the service finds
+#: the charge by its metadata. A stored 500 without a charge (``500_begun``) requires manual review,
+#: so only a soak has this fault.
 STRIPE_FAULT_RATES = [
     {"fault": "slow", "probability": 0.06, "seconds": 0.6},
     {"fault": "429", "probability": 0.04},
@@ -56,6 +58,11 @@ STRIPE_FAULT_RATES = [
     {"fault": "500_after", "probability": 0.03},
     {"fault": "cut_before", "probability": 0.04},
     {"fault": "cut_after", "probability": 0.06},
+]
+#: The same for transfers to pilots. A run has few transfers, so their faults are more frequent.
+TRANSFER_FAULT_RATES = [
+    {"fault": fault, "path": "/v1/transfers", "probability": 0.1, "seconds": 0.6}
+    for fault in ("slow", "429", "500_before", "500_after", "cut_before", "cut_after")
 ]
 DOWN_FAULTS = [{"fault": "down", "path": "/"}]
 
@@ -73,10 +80,15 @@ SOAK_EVENTS = {
     STRIPE_DOWN: 6,
     VANISH: 8,
     KILL_LOOPS: 8,
+    KILL_PAY_PILOTS: 15,
     HANG: 5,
 }
 #: A soak accepts a stuck key for each 500 that Stripe stored without a charge.
-SOAK_STRIPE_FAULT_RATES = [*STRIPE_FAULT_RATES, {"fault": "500_begun", "probability": 0.003}]
+SOAK_STRIPE_FAULT_RATES = [
+    *STRIPE_FAULT_RATES,
+    *TRANSFER_FAULT_RATES,
+    {"fault": "500_begun", "probability": 0.003},
+]
 CUT_REPLIES, WRONG_CLOCK = "cut-replies", "wrong-clock"
 #: The faults that only a soak has.
 SOAK_FAULTS = (VANISH, CUT_REPLIES, WRONG_CLOCK, FAILOVER, KILL_LOOPS, HANG, LIMITS)
@@ -115,7 +127,10 @@ class Plan:
             for at in _positions(chance, requests, count)
         )
         return cls(
-            prefix, bookings, tuple(events), STRIPE_FAULT_RATES if STRIPE_FAULTS in faults else []
+            prefix,
+            bookings,
+            tuple(events),
+            [*STRIPE_FAULT_RATES, *TRANSFER_FAULT_RATES] if STRIPE_FAULTS in faults else [],
         )
 
     @classmethod
@@ -159,8 +174,10 @@ class Plan:
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether the plan has faults of Stripe."""
-        return bool(self.stripe_faults) or any(fault == STRIPE_DOWN for _, fault in self.events)
+        """Whether the plan has faults of Stripe, or pays the pilots."""
+        return bool(self.stripe_faults) or any(
+            fault in (STRIPE_DOWN, KILL_PAY_PILOTS) for _, fault in self.events
+        )
 
 
 def _new_prefix() -> str:

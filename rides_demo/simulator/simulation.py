@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -28,6 +29,7 @@ from rides_demo.simulator.crashes import Crashes
 from rides_demo.simulator.cutting_proxy import cut_replies, cuts
 from rides_demo.simulator.hangs import BODY, HANG, TOKEN
 from rides_demo.simulator.limits import LIMITS
+from rides_demo.simulator.paydays import KILL_PAY_PILOTS, Paydays
 from rides_demo.simulator.plan import (
     CUT_REPLIES,
     DOWN_FAULTS,
@@ -40,6 +42,7 @@ from rides_demo.simulator.plan import (
     Plan,
 )
 from rides_demo.simulator.suspensions import VANISH, Suspensions
+from rides_demo.tenants import shards
 
 __all__ = [
     "EVENTS",
@@ -53,8 +56,9 @@ __all__ = [
 ]
 
 DOWN_SECONDS = 2.0
-#: Long faults run in a second thread, in parallel with the short ones.
+#: Long faults run in threads of their own, in parallel with the short ones.
 LONG_FAULTS = (STRIPE_DOWN, VANISH, HANG)
+PAYDAY_FAULTS = (KILL_PAY_PILOTS,)
 #: The clients of a soak pause while more receipts than this are missing, because the only worker
 #: may be slower than the clients.
 LONGEST_BACKLOG = 200
@@ -85,6 +89,9 @@ class Simulation:
             Crashes(run_dir, random.Random(seed + 1)), self._ended_within
         )
         self._pauses = random.Random(seed + 2)
+        self.paydays = Paydays(
+            run_dir, plan.prefix, list(shards().values()), random.Random(seed + 3)
+        )
         self._bookings = iter(plan.bookings)
         self._started, self._began, self._ended = 0, 0.0, False
         self._backlog = 0
@@ -119,11 +126,15 @@ class Simulation:
     def _run_all(
         self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int]
     ) -> None:
-        with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(3) as control:
+        with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(4) as control:
             paced = control.submit(
                 self._watch_backlog, backlog if self.plan.seconds is not None else int
             )
-            lanes = (lambda fault: fault not in LONG_FAULTS, lambda fault: fault in LONG_FAULTS)
+            lanes = (
+                lambda fault: fault not in (*LONG_FAULTS, *PAYDAY_FAULTS),
+                lambda fault: fault in LONG_FAULTS,
+                lambda fault: fault in PAYDAY_FAULTS,
+            )
             events = [control.submit(self._run_events, lane) for lane in lanes]
             clients = [pool.submit(self._client, progress) for _ in range(concurrency)]
             try:
@@ -233,6 +244,8 @@ class Simulation:
             return self._outage()
         if fault == HANG:
             return self._hang()
+        if fault == KILL_PAY_PILOTS:
+            return self.paydays.hold()
         return self.suspensions.inject() if fault == VANISH else self.crashes.inject(fault)
 
     def _hang(self) -> list[str]:
@@ -253,10 +266,17 @@ class Simulation:
 
     def webhooks(self) -> dict[str, int]:
         """Return the webhook counts of the sandbox, if there are any."""
-        with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
-            return dict(
-                self._control.get(f"{self.stripe_url}/_state").raise_for_status().json()["webhooks"]
-            )
+        with suppress(ValueError, KeyError, TypeError):
+            return dict(self._sandbox_state()["webhooks"])
+        return {}
+
+    def has_transfers(self) -> bool:
+        """Return whether Stripe is the sandbox, which makes transfers to the pilots of the demo."""
+        return "transfers" in self._sandbox_state()
+
+    def _sandbox_state(self) -> dict[str, Any]:
+        with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError):
+            return dict(self._control.get(f"{self.stripe_url}/_state").raise_for_status().json())
         return {}
 
     def _set_stripe_faults(self, faults: list[dict[str, object]]) -> Counter[str]:

@@ -1,6 +1,6 @@
 """The report of a simulation: tables for the terminal, and the same content as JSON."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.table import Table
 from rides_demo.simulator.consistency import CheckResult
 from rides_demo.simulator.crashes import FAILOVER, RESTART_POSTGRES
 from rides_demo.simulator.hangs import EXITS, HANG, MARKED
+from rides_demo.simulator.payouts import PilotTotals
 from rides_demo.simulator.plan import KINDS
 from rides_demo.simulator.simulation import Simulation
 
@@ -71,6 +72,11 @@ def report(
         "never struck": unobserved_faults(simulation),
         "totals": totals(simulation),
         "books": asdict(result),
+        "paydays": {
+            "days": [str(day) for day in simulation.paydays.days],
+            "runs": simulation.paydays.runs,
+            "kills": simulation.paydays.kills,
+        },
         "transactions held on": simulation.suspensions.still_open,
         "outcomes": [
             {"booking": kind, "outcome": label, "count": n}
@@ -101,6 +107,8 @@ def print_report(
     for name, count in observed_faults(simulation).items():
         faults.add_row(name, str(count))
     console.print(faults)
+    if result.pilots:
+        console.print(_pilots(result))
     for finding in result.findings[:FINDINGS]:
         console.print(finding, markup=False, highlight=False)
     for statement in simulation.suspensions.still_open:
@@ -130,7 +138,46 @@ def print_report(
             f" unaudited rides {result.unaudited_rides}, surplus receipts"
             f" {result.surplus_receipts}, unexplained stuck keys {result.unexplained_stuck}"
         ),
+        *(_payouts(simulation, result) if result.pilots else ()),
         ", ".join(f"{name} {count}" for name, count in totals(simulation).items()),
         result.summary_line(),
     ):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _pilots(result: CheckResult) -> Table:
+    """Return a table of what each pilot has earned, and what was paid."""
+    table = Table(title="Pilots: each is paid once a day, to the cent")
+    table.add_column("pilot")
+    for name in ("days", "rides", "earned", "payouts", "paid out", "transfers", "at Stripe"):
+        table.add_column(name, justify="right")
+    total = PilotTotals("all")
+    for row in result.pilots:
+        for entry in fields(row):
+            if entry.name != "pilot":
+                setattr(total, entry.name, getattr(total, entry.name) + getattr(row, entry.name))
+    for row in (*result.pilots, total):
+        table.add_row(
+            row.pilot,
+            "" if row is total else str(row.days), str(row.rides), _dollars(row.earned_cents),
+            str(row.payouts), _dollars(row.paid_cents),
+            str(row.transfers), _dollars(row.transferred_cents),
+            end_section=row is result.pilots[-1],
+        )  # fmt: skip
+    return table
+
+
+def _payouts(simulation: Simulation, result: CheckResult) -> tuple[str, str]:
+    paydays = simulation.paydays
+    return (
+        f"pilots were paid for {len(paydays.days)} days by {paydays.runs} runs of pay_pilots, two"
+        f" at once, of which {paydays.kills} were killed; the completer continued"
+        f" {result.completer_payouts} payouts",
+        f"double transfers {result.double_transfers}, transfers or payouts without the other"
+        f" {result.unmatched_transfers}, payouts of a wrong sum {result.wrong_payouts}, unpaid"
+        f" pilots {result.unpaid_pilots}",
+    )
+
+
+def _dollars(cents: int) -> str:
+    return f"${cents / 100:,.2f}"

@@ -3,26 +3,19 @@ consistency check."""
 
 from collections.abc import Collection, Iterable
 
-from django.conf import settings
-
-from rides_demo.sharding import SHARDS
 from rides_demo.simulator.consistency import Checker, CheckResult
 from rides_demo.simulator.simulation import Simulation
-
-
-def shards() -> dict[str, str]:
-    """Return the database of each host; without the router, one database for a host without a
-    name."""
-    routed = "rides_demo.sharding.TenantRouter" in settings.DATABASE_ROUTERS
-    return SHARDS if routed else {"": "default"}
+from rides_demo.tenants import shards
 
 
 class Tenants:
     """The checks of all tenants, as one."""
 
-    def __init__(self, prefix: str, tokens: Collection[str], *, webhooks: bool) -> None:
+    def __init__(
+        self, prefix: str, tokens: Collection[str], *, webhooks: bool, payouts: bool = False
+    ) -> None:
         self.checkers = {
-            host: Checker(prefix, tokens, webhooks=webhooks, shard=shard)
+            host: Checker(prefix, tokens, webhooks=webhooks, payouts=payouts, shard=shard)
             for host, shard in shards().items()
         }
 
@@ -41,12 +34,13 @@ class Tenants:
 
     def check(self, simulation: Simulation) -> CheckResult:
         """Compare the logs of the clients, Stripe and the database of each tenant; return the
-        sums."""
+        sums. The pilots must have been paid."""
         wrong: Iterable[str] = simulation.tally.wrong
         total = CheckResult(wrong_answers=len(simulation.tally.wrong), findings=[*wrong])
         stored_failures = simulation.tally.counts["fault stripe 500_begun"]
         for host, checker in self.checkers.items():
             result = checker.check(simulation.booked(host), [])
+            checker.check_payouts(result, simulation.paydays.days)
             checker.check_log(
                 result, (o for o in simulation.outcomes if o.booking.host == host), stored_failures
             )

@@ -19,6 +19,7 @@ from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS, Superviso
 from rides_demo.simulator.crashes import VICTIMS
 from rides_demo.simulator.hangs import HANG
 from rides_demo.simulator.limits import LIMITS
+from rides_demo.simulator.paydays import KILL_PAY_PILOTS
 from rides_demo.simulator.simulation import FAULTS, STRIPE_DOWN, STRIPE_FAULTS
 
 
@@ -133,7 +134,7 @@ def within_reach(processes: Collection[str], faults: Collection[str] = FAULTS) -
     external services."""
     victims = (
         VICTIMS
-        | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN, HANG), "sandbox")
+        | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN, HANG, KILL_PAY_PILOTS), "sandbox")
         | {LIMITS: "postgres"}
     )
     return ",".join(fault for fault in faults if victims.get(fault, "web") in processes)

@@ -22,7 +22,8 @@ from rides_demo.simulator import hangs, limits
 from rides_demo.simulator.booking_clients import CannotSimulate
 from rides_demo.simulator.simulation import FAULTS, SOAK_FAULTS, Plan, Simulation
 from rides_demo.simulator.summary import print_report, report, unobserved_faults
-from rides_demo.simulator.tenants import Tenants, shards
+from rides_demo.simulator.tenants import Tenants
+from rides_demo.tenants import shards
 
 LONGEST_MINUTES = 24 * 60
 TOKENS = ("demo-jane", "demo-joe", "demo-max", hangs.TOKEN)
@@ -135,7 +136,8 @@ class Command(BaseCommand):
             if hangs.HANG in plan.required:
                 for shard in shards().values():
                     hangs.create_rider(shard)
-            checker = Tenants(plan.prefix, TOKENS, webhooks=bool(webhooks_before))
+            pays = simulation.has_transfers()
+            checker = Tenants(plan.prefix, TOKENS, webhooks=bool(webhooks_before), payouts=pays)
             with _progress(console) as progress:
                 bar = progress.add_task(
                     "booking", total=None if plan.seconds else options["requests"]
@@ -149,6 +151,8 @@ class Command(BaseCommand):
                     "Work remains after the last booking: no progress for"
                     f" {options['drain_seconds']} seconds."
                 )
+            if pays:
+                simulation.paydays.finish()
             simulation.replay(options["concurrency"])
             result = checker.check(simulation)
             _count_observed(simulation, checker)
