@@ -6,7 +6,7 @@ WHOLE = (
         "fence",
         "round_trips",
         "calls",
-        "phases",
+        "phase",
         "claims",
         "statements",
         "updates",
@@ -23,7 +23,15 @@ WHOLE = (
         "several_databases",
         "savepoints",
     ),
-    *("view", "work", "responses", "replays", "stored_request", "bodies", "inbox"),
+    *("view", "_http/work", "responses", "replays", "stored_request", "bodies", "inbox"),
+    *(
+        "_operations/work",
+        "_operations/call",
+        "_operations/stored",
+        "steps",
+        "results",
+        "definition",
+    ),
     *("enqueuer", "_batch", "_hand_over", "_outcomes", "completer"),
 )
 #: Modules of which a sample of this size is tested; the seed determines the sample.

@@ -200,7 +200,7 @@ def mutants_of(name: str) -> list[Mutant]:
     (module,) = (
         str(found.relative_to(ROOT))
         for found in (ROOT / "idempotency").glob("**/*.py")
-        if found.stem == name and "testing" not in found.parts
+        if found.with_suffix("").as_posix().endswith(f"/{name}") and "testing" not in found.parts
     )
     found = list(mutants(module, (ROOT / module).read_text()))
     if len(found) <= SAMPLED.get(name, len(found)):
