@@ -1,7 +1,7 @@
 """Settle an overdue key: its ``on_abandon`` runs once, or the key becomes stuck."""
 
-import logging
 from functools import partial
+from logging import ERROR
 
 from django.db import Error
 
@@ -17,8 +17,6 @@ from idempotency._engine.hung import watched_key
 from idempotency._engine.replays import cause_of
 from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
 from idempotency.models import DownstreamCall
-
-logger = logging.getLogger("idempotency")
 
 #: The reason while ``on_abandon`` runs; it remains if ``on_abandon`` is interrupted.
 BEGUN = (
@@ -53,33 +51,21 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
             raise
         # The next pass tries again. If it fails for days, the completer marks the key after its
         # last attempt.
-        logger.error(
-            "the view of key %s cannot be found, so the key is not settled",
-            key.key_hash,
-            exc_info=error,
-            extra=events.about(key),
-        )
+        text = "the view of key %s cannot be found, so the key is not settled"
+        events.log(ERROR, text, key, exc_info=error)
         return None
-    if not has_on_abandon:
-        if key.untouched and not work.is_whole:
-            # Only a retry of the client can run it, and nothing is to be undone.
-            if (
-                claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)
-            ) is not None:
-                fence.leave_to_client(
-                    claimed, "Only its client can send the request again.", using=using
-                )
-            return None
+    if not has_on_abandon and (work.is_whole or not key.untouched):
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its"
             f" creation or its last hand-back. Its last error: {_text.summary(key.last_error)}"
         )
-        return (
-            False
-            if decisions.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using)
-            else None
-        )
+        given_up = decisions.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using)
+        return False if given_up else None
     if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is None:
+        return None
+    if not has_on_abandon:
+        # Only a retry of the client can run it, and nothing is to be undone.
+        fence.leave_to_client(claimed, "Only its client can send the request again.", using=using)
         return None
     try:
         if _run(work, claimed, using):
@@ -113,11 +99,6 @@ def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
         raise
     except FAILURES as error:
         failure = f"on_abandon failed: {_text.error_text(error, withheld=work.hides_errors)}"
-        logger.error(
-            "on_abandon of key %s failed",
-            key.key_hash,
-            exc_info=not work.hides_errors,
-            extra=events.about(key),
-        )
+        events.log(ERROR, "on_abandon of key %s failed", key, exc_info=not work.hides_errors)
     fence.mark_stuck(key, StuckCode.ON_ABANDON, failure, using=using)
     return False

@@ -1,11 +1,11 @@
 """The keys that the completer runs, and the run of one key."""
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from logging import ERROR, WARNING
 
 from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
@@ -22,8 +22,6 @@ from idempotency._states import completer_delay_seconds, due_at
 from idempotency._text import summary
 from idempotency.exceptions import WAITS_FOR_DEPLOY, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
-
-logger = logging.getLogger("idempotency")
 
 #: The id of a key, the number of its completer runs, and the time for which a deploy has kept it
 #: stuck.
@@ -160,20 +158,9 @@ def _run(key: ClaimedKey, alias: str, work: StoredWork) -> str:
         waits = only_its_client and key.untouched and not settled
         if not (settled or waits) and _mark_stuck(key, code, reason, alias):
             return "stuck"
-        logger.warning(
-            "the completer cannot run key %s (%s): %s",
-            key.key_hash,
-            code,
-            reason,
-            extra=events.about(key),
-        )
+        events.log(WARNING, "the completer cannot run key %s (%s): %s", key, code, reason)
     elif error is not None:
-        logger.error(
-            "the completer could not finish key %s",
-            key.key_hash,
-            exc_info=error,
-            extra=events.about(key),
-        )
+        events.log(ERROR, "the completer could not finish key %s", key, exc_info=error)
     if (run := rerun.run) is None:
         (fence.leave_to_client if waits else fence.release)(key, rerun.description, using=alias)
     elif run.final_state in (FinalState.FINISHED, FinalState.STUCK):

@@ -70,20 +70,7 @@ class Calls:
         if name in self._keyed:
             raise _other_mode(name)
         self.require_no_doubt(name)
-        with durable_transaction(None, using=self._using):
-            if name in self._recorded:
-                fence.renew(key, using=self._using)  # No call begins.
-            else:
-                self._begin(name)
-            # This locks the row of the key, so no other run writes this call meanwhile.
-            calls = DownstreamCall.objects.using(self._using)
-            begun = calls.filter(key_id=key.pk, name=name).first()
-            if begun is None or begun.recorded_at is None:
-                self._unsettled[name] = _call_in_doubt(name)
-            if begun is not None and begun.recorded_at is None:
-                # The rollback removes the event of a call that does not begin.
-                raise self._unsettled[name]
-            row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
+        row = self._commit_intent(name)
         key.begun = True
         call.due = due = row.recorded_at is None
         call.result = row.result
@@ -102,6 +89,25 @@ class Calls:
             self._open.discard(name)
             if due:
                 self._write(row, call)
+
+    def _commit_intent(self, name: str) -> DownstreamCall:
+        """Commit the intent of a call, or find its result. Raises CallInDoubt for an intent without
+        a result."""
+        key = self._key
+        with durable_transaction(None, using=self._using):
+            if name in self._recorded:
+                fence.renew(key, using=self._using)  # No call begins.
+            else:
+                self._begin(name)
+            # This locks the row of the key, so no other run writes this call meanwhile.
+            calls = DownstreamCall.objects.using(self._using)
+            begun = calls.filter(key_id=key.pk, name=name).first()
+            if begun is None or begun.recorded_at is None:
+                self._unsettled[name] = _call_in_doubt(name)
+            if begun is not None and begun.recorded_at is None:
+                # The rollback removes the event of a call that does not begin.
+                raise self._unsettled[name]
+            return begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
 
     def _begin(self, name: str) -> None:
         fence.begin_call(self._key, name, using=self._using, stuck_code=self._stuck_code)

@@ -230,10 +230,10 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
 def _key_of_claim(
     found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any
 ) -> ClaimedKey:
-    return rows.claimed_key(
+    claimed = Hidden(found.claimed or ())
+    key = rows.key_of_row(
         statements.CLAIMED,
-        Hidden(found.claimed),
-        found.sent,
+        Hidden(claimed.value[:-2]),
         using,
         scope=request.scope,
         idempotency_key=request.idempotency_key,
@@ -245,6 +245,7 @@ def _key_of_claim(
         **_CLEARED,
         **known,
     )
+    return rows.note_row(key, claimed.value[-2:], found.sent)
 
 
 def _conflict(found: _Found, request: ClaimedRequest) -> Claim | None:

@@ -8,13 +8,13 @@ once one succeeds, and a late run is fenced off.
 
 # ruff: noqa: S608 - only names and conditions are formatted into statements
 
-import logging
 import uuid
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.events import about, announce_stuck
+from idempotency._engine.events import announce_stuck, log
 from idempotency._engine.fence import StoredResponse, stuck_parameters
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
@@ -23,8 +23,6 @@ from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency.exceptions import StuckCode
 from idempotency.models import DownstreamCall, IdempotencyKey
-
-logger = logging.getLogger("idempotency")
 
 #: The number of runs that hang before a key becomes stuck. Each of them costs the process of a
 #: loop.
@@ -185,5 +183,5 @@ def _change(
     if (row := Hidden(fetch(statement, parameters, using))).value is None:
         return False
     changed = IdempotencyKey(scope=row.value[0], idempotency_key=row.value[1])
-    logger.warning("key %s: %s %s", changed.key_hash, event, detail, extra=about(changed))
+    log(WARNING, "key %s: %s %s", changed, event, detail)
     return True

@@ -1,6 +1,7 @@
 """Log lines and signals about a key."""
 
 import logging
+from logging import WARNING
 from typing import Any
 
 from django.db import transaction
@@ -16,6 +17,13 @@ logger = logging.getLogger("idempotency")
 
 def about(key: IdempotencyKey) -> dict[str, str]:
     return {"key_hash": key.key_hash}
+
+
+def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: Any = None) -> None:
+    """Write a log line about a key. The first value in ``text`` is the hash of the key."""
+    extra = about(key)
+    values = (extra["key_hash"], *values)
+    logger.log(level, text, *values, exc_info=exc_info, extra=extra, stacklevel=2)
 
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
@@ -36,11 +44,5 @@ def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: An
 def announce_stuck(pk: int, request: Any, *, using: str) -> None:
     key = read(pk, using=using)
     if key is not None:
-        logger.warning(
-            "key %s is stuck (%s): %s",
-            key.key_hash,
-            key.stuck_code,
-            key.stuck_reason,
-            extra=about(key),
-        )
+        log(WARNING, "key %s is stuck (%s): %s", key, key.stuck_code, key.stuck_reason)
     emit(signals.key_stuck, key, request)

@@ -15,10 +15,10 @@ token.
 """
 
 import json
-import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from logging import INFO
 from typing import Any
 
 from django.db import connections
@@ -27,7 +27,7 @@ from psycopg.errors import DivisionByZero
 from idempotency._engine import replication
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.cursors import is_instrumented
-from idempotency._engine.events import about
+from idempotency._engine.events import log
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.round_trips import Meanings
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
@@ -38,8 +38,6 @@ from idempotency._text import storable, summary
 from idempotency._watchdog import note_progress
 from idempotency.exceptions import WAITS_FOR_DEPLOY, KeyStuck, LockLost
 from idempotency.models import FINISHED
-
-logger = logging.getLogger("idempotency")
 
 _MAX_CODE_LENGTH = 50
 _LOST: Meanings = {DivisionByZero: LockLost}
@@ -127,7 +125,7 @@ def release(key: ClaimedKey, error: str, *, using: str) -> None:
         _fenced("release", key, using, event=HistoryEvent.ERROR, **_error_parameters(error))
     except LockLost:
         text = "key %s was finished or taken over by another run before it was released"
-        logger.info(text, key.key_hash, extra=about(key))
+        log(INFO, text, key)
         replication.confirm(using)
 
 

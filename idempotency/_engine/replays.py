@@ -1,7 +1,7 @@
 """What a caller gets if its run does not do the work: the stored result of a finished key, or a
 neutral exception."""
 
-import logging
+from logging import ERROR
 from typing import Any
 
 from idempotency import signals
@@ -21,8 +21,6 @@ from idempotency.exceptions import (
     StuckCode,
     Unavailable,
 )
-
-logger = logging.getLogger("idempotency")
 
 #: The maximum of ``InProgress.retry_after``, in seconds: most runs end long before their lock
 #: expires.
@@ -101,13 +99,12 @@ def replay(key: ClaimedKey, work: Work) -> Any:
 
 def _stored_value(key: ClaimedKey, work: Work) -> Any:
     if key.response_code is None:
-        logger.error(
+        text = (
             "key %s was committed without a result, probably because its %s ended the transaction"
             " with COMMIT. The writes before it are committed. The caller gets an error, and the"
-            " key requires manual intervention.",
-            *(key.key_hash, work.kind),
-            extra=events.about(key),
+            " key requires manual intervention."
         )
+        events.log(ERROR, text, key, work.kind)
         raise InterventionRequired
     return work.replayed(key)
 

@@ -103,16 +103,16 @@ def fetch_key(text: str, parameters: Parameters, using: str) -> ClaimedKey | Non
     current claim."""
     sent = time.monotonic()
     row = Hidden(fetch(text, parameters, using))
-    return None if row.value is None else claimed_key(statements.READ, row, sent, using)
+    if row.value is None:
+        return None
+    key = key_of_row(statements.READ, Hidden(row.value[:-2]), using)
+    return note_row(key, row.value[-2:], sent)
 
 
-def claimed_key(
-    names: tuple[str, ...], row: Hidden[Any], sent: float, using: str, **known: Any
-) -> ClaimedKey:
-    """Return the key of a row with the columns ``names``, its age and its ctid. The row was read
-    after ``sent``, on this process's monotonic clock."""
-    key = key_of_row(names, Hidden(row.value[:-2]), using, **known)
-    age_seconds, key.ctid = row.value[-2:]
+def note_row(key: ClaimedKey, age_and_ctid: tuple[Any, ...], sent: float) -> ClaimedKey:
+    """Record the age, the ctid and the token of a key that was read after ``sent``, on this
+    process's monotonic clock."""
+    age_seconds, key.ctid = age_and_ctid
     # The age ends at the start of the statement, which may have waited for a lock since. The key
     # counts as too old rather than too young: a downstream service may have forgotten an old key.
     key.created_monotonic = sent - age_seconds

@@ -4,10 +4,10 @@ A plain run has one transaction (``plain_run``). A phased run claims the key fir
 its recovery point, and settles the key at its end.
 """
 
-import logging
 from functools import partial
+from logging import INFO, WARNING
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 from django.db import connections
 from django.db.utils import Error
@@ -39,8 +39,6 @@ from idempotency.exceptions import (
     ResponseNotCommitted,
     StuckCode,
 )
-
-logger = logging.getLogger("idempotency")
 
 _value = attrgetter("scope", "idempotency_key")
 
@@ -106,8 +104,7 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
         return replay_or_raise(claim, work, using=using)
     key = claim.key
     if key.attempts > 1:
-        text = "key %s is resumed at %s"
-        logger.info(text, key.key_hash, key.recovery_point, extra=events.about(key))
+        events.log(INFO, "key %s is resumed at %s", key, key.recovery_point)
     events.emit(signals.key_claimed, key, work.request)
     return run_claimed(PhasedRun(key, work))
 
@@ -187,23 +184,9 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
     - another refusal: the key is refused, so that only a repeat of the caller runs it.
     - anything else: released.
     """
+    if isinstance(result, BaseException):
+        _settle_exception(run, result)
     key, using = run.key, run.using
-    match result:
-        case LockLost():
-            raise result
-        case KeyStuck() if not run.finished:
-            code, reason = cause_of(result)
-            _mark_stuck(run, code, reason)
-            raise error_for_stuck(code) from result
-        case NotReplicated():
-            # A release may wait without end now. The last commit may have finished the key, and a
-            # failover may undo that.
-            release_later(key, error_text(result), using=using)
-            raise result
-        case BaseException():
-            if not run.finished:
-                _release(key, error_text(result, withheld=run.work.hides_errors), using=using)
-            raise result
     is_early_error = result.code >= 400 and key.untouched
     is_definitive = result.is_stored and (result.code < 500 or is_early_error)
     match result:
@@ -228,6 +211,23 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         case _:
             _release(key, _description(run, result), using=using)
     return result
+
+
+def _settle_exception(run: PhasedRun, error: BaseException) -> NoReturn:
+    match error:
+        case LockLost():
+            pass
+        case KeyStuck() if not run.finished:
+            code, reason = cause_of(error)
+            _mark_stuck(run, code, reason)
+            raise error_for_stuck(code) from error
+        case NotReplicated():
+            # A release may wait without end now. The last commit may have finished the key, and a
+            # failover may undo that.
+            release_later(run.key, error_text(error), using=run.using)
+        case _ if not run.finished:
+            _release(run.key, error_text(error, withheld=run.work.hides_errors), using=run.using)
+    raise error
 
 
 def _description(run: PhasedRun, outcome: Outcome) -> str:
@@ -267,12 +267,8 @@ def _release(key: ClaimedKey, error: str, *, using: str) -> None:
             drop_connection(connections[using])
             if attempt == 1 and not isinstance(failure, NotReplicated):
                 continue
-            logger.warning(
-                "key %s could not be released, retrying until its lock expires: %s",
-                key.key_hash,
-                first_line(failure),
-                extra=events.about(key),
-            )
+            text = "key %s could not be released, retrying until its lock expires: %s"
+            events.log(WARNING, text, key, first_line(failure))
             release_later(key, error, using=using)
             return
 

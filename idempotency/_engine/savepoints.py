@@ -4,10 +4,10 @@ The key, its work and its result commit with that transaction or are rolled back
 sets nothing in it: a setting of SET LOCAL would outlive the savepoint.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import WARNING
 
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -15,12 +15,10 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from idempotency import conf
 from idempotency._engine.adapter import Work
 from idempotency._engine.cursors import classified_errors
-from idempotency._engine.events import about
+from idempotency._engine.events import log
 from idempotency._engine.outer_transactions import nearest_function, require_autocommit
 from idempotency._engine.transactions import OwnBlock, OwnTransaction
 from idempotency.models import IdempotencyKey
-
-logger = logging.getLogger("idempotency")
 
 #: The most keys in one transaction. Each holds two advisory locks until its end, and the server has
 #: one table for the locks of all sessions.
@@ -94,13 +92,8 @@ class _HeldKey:
     def __call__(self) -> None:
         held = time.monotonic() - self._since
         if held > self._key.lease_seconds:
-            logger.warning(
-                "key %s was held for %d s by an outer transaction, until its COMMIT. %s",
-                self._key.key_hash,
-                held,
-                nearest_function(),
-                extra=about(self._key),
-            )
+            text = "key %s was held for %d s by an outer transaction, until its COMMIT. %s"
+            log(WARNING, text, self._key, held, nearest_function())
 
 
 def _level(connection: BaseDatabaseWrapper) -> str | None:
