@@ -92,6 +92,11 @@ def register(definition: Definition) -> None:
         OPERATIONS.add(definition.name)
 
 
+def scope_of(name: str, scope: str) -> str:
+    """Return the stored scope of the keys of an operation, for the scope of ``by()`` or none."""
+    return f"{name}:{scope}" if scope else name
+
+
 def find(name: str) -> Definition | None:
     return _operations.get(name)
 

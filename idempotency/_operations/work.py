@@ -21,7 +21,7 @@ from idempotency._engine.phase import AtomicPhase, atomic_phase
 from idempotency._engine.phased_run import FinalState, PhasedRun, current_key
 from idempotency._engine.replays import CannotRun
 from idempotency._hidden import Hidden
-from idempotency._operations.definition import METHOD, Definition
+from idempotency._operations.definition import METHOD, Definition, scope_of
 from idempotency._operations.results import stored
 from idempotency._operations.steps import Step
 from idempotency.conf import Isolation
@@ -78,7 +78,7 @@ class OperationWork:
         """Return the columns that a claim stores; arguments only for the completer."""
         fingerprint = f"op1:{hashlib.sha256(self._arguments).hexdigest()}"
         return ClaimedRequest(
-            scope=f"{self.name}:{scope}" if scope else self.name,
+            scope=scope_of(self.name, scope),
             idempotency_key=key,
             user_id=user_id,
             request_method=METHOD,

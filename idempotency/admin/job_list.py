@@ -10,12 +10,13 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from idempotency._operations.definition import scope_of
 from idempotency._text import duration
 from idempotency.admin.bulk_jobs import Discard, Retry
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter, row_id
 from idempotency.admin.reading import preformatted, pretty
-from idempotency.models import StagedJob
+from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.templatetags.idempotency_admin import ago
 
 
@@ -111,6 +112,21 @@ class StagedJobAdmin(BulkAdmin):
     def label(self, job: StagedJob) -> str:
         """Return the name of the job, or of the operation that it calls."""
         return job.label
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> tuple[str, ...]:
+        """Return the fields of the page; for a staged operation, also its key."""
+        return (*self.fields, "operation_key") if obj and obj.operation else self.fields
+
+    @admin.display(description=_("key of the operation"))
+    def operation_key(self, job: StagedJob) -> str:
+        """Return the id of the key of the operation that the job calls, or an empty text before its
+        first run."""
+        keys = IdempotencyKey.objects.using(job._state.db).filter(
+            scope=scope_of(job.operation, job.job_args.get("scope", "")),
+            idempotency_key=job.job_args.get("key"),
+        )
+        pk = keys.values_list("pk", flat=True).first()
+        return "" if pk is None else self.key_link(pk)
 
     @admin.display(description=_("state"))
     def state(self, job: Any) -> str:

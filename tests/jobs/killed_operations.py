@@ -10,8 +10,10 @@ from typing import Any
 from celery.signals import task_postrun
 from django.conf import settings
 from django.db.models.signals import post_save
+from django_rq import job
 
 from idempotency.contrib.celery import RETRIES
+from idempotency.contrib.rq import RETRIES as RETRIES_OF_RQ
 from idempotency.signals import key_claimed, key_finished
 from tests import operations
 from tests.jobs.celery_tasks import app
@@ -33,6 +35,13 @@ AFTER_THE_TASK = "after the task"
 @app.task(**RETRIES)
 def pay_invoice(name: str, cents: int) -> dict[str, Any]:
     """Call an operation, as a task of a project does."""
+    paid: dict[str, Any] = operations.pay.once(name, name=name, cents=cents)
+    return paid
+
+
+@job("default", **RETRIES_OF_RQ)
+def pay_by_rq(name: str, cents: int) -> dict[str, Any]:
+    """Call an operation, as a job of a project does."""
     paid: dict[str, Any] = operations.pay.once(name, name=name, cents=cents)
     return paid
 

@@ -14,8 +14,9 @@ from idempotency.contrib.tasks import TasksBackend
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import Rejected
 from idempotency.models import IdempotencyKey, ProcessedMessage
-from tests.jobs.killed_operations import AFTER_THE_TASK, PLACES, app, noted, pay_invoice
-from tests.kit.brokers import KINDS, Broker, Celery
+from tests.jobs.killed_operations import AFTER_THE_TASK, PLACES, app, noted, pay_by_rq, pay_invoice
+from tests.kit.brokers import KINDS, Broker, Celery, Rq
+from tests.kit.commands import start
 from tests.kit.faulty_service import FaultyService, serving
 from tests.kit.waiting import eventually
 from tests.models import Account, Entry
@@ -100,3 +101,26 @@ def test_a_task_whose_process_is_killed_pays_once_and_has_the_result(
     assert pay.once("one", name="one", cents=9) == {"transfer": 0}
     assert Entry.objects.count() == Account.objects.count() == len(bank_on_a_socket.done) == 1
     app.close()
+
+
+def test_each_process_that_imports_celery_first_knows_the_task() -> None:
+    """As a worker does. Nothing else in it imports the module with the task."""
+    python = (
+        "import celery, django; django.setup()\n"
+        "from idempotency.jobs import STAGED_OPERATION\n"
+        "print(STAGED_OPERATION in celery.Celery(broker='memory://').tasks)"
+    )
+    with start(python=python, DJANGO_SETTINGS_MODULE="rides_demo.settings") as process:
+        assert process.communicate(timeout=60) == ("True\n", "")
+
+
+def test_a_job_of_rq_whose_process_is_killed_pays_once_and_has_the_result(
+    broker: Any, bank_on_a_socket: FaultyService, tmp_path: Path
+) -> None:
+    queue = Rq(broker)
+    dies(queue, "after the call", tmp_path / "mark")
+    queued = pay_by_rq.delay("one", 9)
+    with queue.working():
+        assert eventually(lambda: queued.return_value(refresh=True), 90) == {"transfer": 0}
+    assert (tmp_path / "mark").exists()
+    assert Entry.objects.count() == Account.objects.count() == len(bank_on_a_socket.done) == 1

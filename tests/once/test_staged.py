@@ -284,3 +284,6 @@ def test_lists_and_pages_name_the_operation(
     page = reverse("admin:idempotency_stagedjob_change", args=[job.pk])
     for url in (changelist, page):
         assert "operation tests.pay" in admin_client.get(url).content.decode()
+    deliver(run_once, job)
+    key = reverse("admin:idempotency_idempotencykey_change", args=[IdempotencyKey.objects.get().pk])
+    assert key in admin_client.get(page).content.decode()
