@@ -8,6 +8,9 @@ from django.db import transaction
 from django.db.models.signals import pre_save
 
 from idempotency.completer import complete_key
+from idempotency.contrib.celery import run_operation
+from idempotency.contrib.rq import run_once
+from idempotency.contrib.tasks import run_staged
 from idempotency.exceptions import Unfinished
 from idempotency.models import IdempotencyKey, StagedJob
 from tests.kit.frames import OutOfLuck, Planted
@@ -71,3 +74,20 @@ def test_60_error_while_an_operation_is_staged(planted: Planted) -> None:
     finally:
         pre_save.disconnect(fail, sender=StagedJob)
     planted.refuse_shown(caught.value, at_least=2)
+
+
+@pytest.mark.parametrize(
+    ("worker", "operation"),
+    [(run_once, note), (run_staged.func, note), (run_staged.func, charge), (run_operation, charge)],
+)
+def test_60_error_of_a_staged_operation(
+    worker: Any, operation: Any, bank: Bank, planted: Planted
+) -> None:
+    bank.before = fail
+    values = {"fails": "breaks"} if operation is note else {"cents": 1}
+    with transaction.atomic():
+        job = operation.stage(planted["key"], name=planted["argument"], **values)
+    given: Any = (job.job_name, job.job_args, str(job.pk))
+    with pytest.raises((ValueError, Unfinished)) as caught:
+        worker(**job.job_args) if worker is run_operation else worker(*given)
+    planted.refuse_shown(caught.value, at_least=5)
