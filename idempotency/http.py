@@ -1,33 +1,115 @@
-"""Mark responses that are sent once and never replayed."""
+"""Call operations from views: the key of a request, and the error response of a refusal.
 
-from typing import TypeVar
+A view that only calls an operation reads the key with ``key_of`` and has the decorator
+``@problems``. It does not need ``@idempotent``.
+"""
 
-from django.http import HttpResponseBase
+import logging
+from collections.abc import Callable
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any, TypeVar
 
-Response = TypeVar("Response", bound=HttpResponseBase)
+from asgiref.sync import sync_to_async
+from django.db import connections
+from django.http import HttpRequest, HttpResponseBase
+
+from idempotency._engine.several_databases import atomic_aliases
+from idempotency._http import key_header
+from idempotency._http.not_stored import not_stored
+from idempotency._http.problems import REFUSALS, Problem, key_invalid, key_missing, problem_of
+from idempotency.exceptions import Rejected, Unfinished
+
+__all__ = ["key_of", "not_stored", "problems"]
+
+logger = logging.getLogger("idempotency")
+
+AnyView = TypeVar("AnyView", bound=Callable[..., Any])
+
+_HANDLED = (Problem, Rejected, Unfinished, *REFUSALS)
+#: The longest key of an operation.
+_LONGEST = 255
 
 
-def not_stored(response: Response, *, keep_writes: bool = False) -> Response:
-    """Mark a response that must not be stored.
+def problems(view: AnyView) -> AnyView:
+    """Decorate a view that calls an operation: return the error response of what ``once`` raises.
 
-    A plain view is rolled back; a phased view stays at its last recovery point. A retry runs the
-    view again. The completer does too, unless the response is a 4xx and nothing was begun.
+    ``Rejected`` becomes a 422 with its code, message and data. ``InProgress``, ``KeyReused``,
+    ``InterventionRequired`` and ``Unavailable`` become the error responses of ``@idempotent``;
+    ``Unfinished`` becomes a 503 ``unfinished``, and its cause is logged. ERROR_RENDERER applies.
+    Other exceptions pass.
 
-    With ``keep_writes``, the writes of a plain view are committed, and the key is free: each retry
-    runs the view again and writes again. The plain view must return the response, because an
-    exception rolls its writes back. In a phased view ``keep_writes`` changes nothing: its phases,
-    and its writes outside a phase, are already committed.
+    Under ATOMIC_REQUESTS a refusal is committed; all other errors roll the transaction of the
+    request back. The view may be ``async def``, a method, or a view of Django REST framework or
+    Ninja. Apply the decorator to the function itself, inside all other decorators.
     """
-    response.idempotency_not_stored = True  # type: ignore[attr-defined]
-    response.idempotency_keeps_writes = keep_writes  # type: ignore[attr-defined]
+
+    @wraps(view)
+    def handled(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return view(*args, **kwargs)
+        except _HANDLED as error:
+            return _response(error, _request_in(args))
+
+    @wraps(view)
+    async def handled_async(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await view(*args, **kwargs)
+        except _HANDLED as error:
+            return await sync_to_async(_response)(error, _request_in(args))
+
+    made: Any = handled_async if iscoroutinefunction(view) else handled
+    return made  # type: ignore[no-any-return]
+
+
+def key_of(given: Any) -> str:
+    """Return the idempotency key of a request, or of a field of a GraphQL request.
+
+    ``given`` is a request, whose header is read by the rules of ``@idempotent``, or the ``info`` of
+    a resolver of Strawberry or Graphene. The key of a field is the key of the request and the whole
+    path of the field, so that each mutation of a request has a key of its own.
+    Raises an error for a missing or invalid key, for which ``@problems`` returns a 400.
+    """
+    if not hasattr(given, "field_name"):
+        return _key_in(given)
+    context = given.context
+    request = (
+        context["request"] if isinstance(context, dict) else getattr(context, "request", context)
+    )
+    path = ".".join(map(str, given.path.as_list()))
+    key = f"{_key_in(request)}:{path}"
+    if len(key) > _LONGEST:
+        raise key_invalid(f"The key and the path {path} have more than {_LONGEST} characters.")
+    return key
+
+
+def _key_in(request: Any) -> str:
+    found = key_header.key_of(_of_django(request), request, None)
+    if found is None:
+        raise key_missing()
+    return found.value
+
+
+def _request_in(args: tuple[Any, ...]) -> HttpRequest:
+    """Return the request: the first argument of a function, or the second one of a method."""
+    for each in args[:2]:
+        if isinstance(request := _of_django(each), HttpRequest):
+            return request
+    raise TypeError("The decorator @problems found no request in the arguments of the view.")
+
+
+def _of_django(request: Any) -> Any:
+    """Return the request of Django, which Django REST framework wraps."""
+    return getattr(request, "_request", request)
+
+
+def _response(error: Exception, request: HttpRequest) -> HttpResponseBase:
+    if isinstance(error, Unfinished):
+        logger.error("an operation of %s is not finished", request.path, exc_info=error)
+    problem = error if isinstance(error, Problem) else problem_of(error)
+    response = problem.with_traceback(None).response(request)
+    if request.resolver_match is not None and not isinstance(error, Rejected):
+        for alias in atomic_aliases(request.resolver_match.func):
+            if connections[alias].in_atomic_block:
+                connections[alias].set_rollback(True)
     return response
-
-
-def is_not_stored(response: HttpResponseBase) -> bool:
-    """Return whether ``not_stored()`` has marked the response."""
-    return getattr(response, "idempotency_not_stored", False)
-
-
-def keeps_writes(response: HttpResponseBase) -> bool:
-    """Return whether ``not_stored()`` has marked the response with ``keep_writes``."""
-    return getattr(response, "idempotency_keeps_writes", False)

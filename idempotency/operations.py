@@ -92,7 +92,17 @@ class Operation(Generic[Given, Result]):
 
     def by(self, user: Any, *, scope: str = "") -> "Operation[Given, Result]":
         """Return this operation for keys that ``user`` chose: each user has keys of their own. The
-        user is stored and shown. Permissions are for the caller to check, before each call."""
+        user is stored and shown. Permissions are for the caller to check, before each call.
+
+        ``scope`` names the owner of the keys in another way, such as a session or a tenant.
+        Raises ValueError for an anonymous user without ``scope``.
+        """
+        if user.pk is None and not scope:
+            raise ValueError(
+                f"The operation {self._definition.name} got a user without an id, whose keys all"
+                " such users would share. Require a signed-in user, or pass scope=, such as"
+                " idempotency.scopes.user_or_session(request)."
+            )
         bound: Operation[Given, Result] = object.__new__(type(self))
         vars(bound).update(vars(self))
         bound._scope, bound._user_id = scope or f"user:{user.pk}", user.pk

@@ -7,6 +7,7 @@ A browser gets a page instead of a problem document. A project replaces the temp
 
 import math
 from collections.abc import Callable
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +15,22 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from django.template import Context, Engine, TemplateDoesNotExist, loader
 
 from idempotency import conf
-from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, Unavailable
-from idempotency.http import not_stored
+from idempotency._http.not_stored import not_stored
+from idempotency.exceptions import (
+    InProgress,
+    InterventionRequired,
+    KeyReused,
+    Rejected,
+    Unavailable,
+    Unfinished,
+)
 
 #: The codes of Unavailable that are codes of problems.
 _UNAVAILABLE = (
     *("conflict", "database_unavailable", "time_limit_exceeded"),
     *("not_replicated", "unknown_recovery_point"),
 )
-#: The exceptions of a run that have an error response.
+#: The exceptions of the run of a view that have an error response.
 REFUSALS = (InProgress, KeyReused, InterventionRequired, Unavailable)
 
 
@@ -109,7 +117,16 @@ KINDS = {
         retryable=True,
         retry_after=2,
     ),
+    # An operation failed after it had begun something. The completer continues it.
+    "unfinished": _Kind(
+        "The operation is not finished",
+        503,
+        "The operation failed after a part of it took effect, and will be continued. " + _LATER,
+        retryable=True,
+        retry_after=2,
+    ),
 }
+_REJECTED = _Kind("The operation was rejected", 422)
 
 _TEMPLATE = "idempotency/problem.html"
 _FOLDER = Path(__file__).parents[1] / "templates"
@@ -124,12 +141,17 @@ class Problem(Exception):
     """An error response of this app; ``entry.answer_request`` catches it and returns its
     response."""
 
-    def __init__(self, code: str, **given: Any) -> None:
+    def __init__(
+        self, code: str, kind: _Kind | None = None, *, data: Any = None, **given: Any
+    ) -> None:
         """Make a problem of a kind; ``given`` replaces fields of it."""
-        kind = KINDS[code]._replace(**given)
+        kind = (kind or KINDS[code])._replace(**given)
         super().__init__(kind.detail)
-        self.code, self.title, self.status = code, kind.title, kind.status
+        self.code, self.title, self.status, self.data = code, kind.title, kind.status, data
         self.detail, self.retryable = kind.detail, kind.retryable
+        #: Libraries of GraphQL add these to the error that a resolver raises.
+        self.extensions = {"code": code}
+        self.is_rejection = kind.title == _REJECTED.title
         self.headers = {"Cache-Control": "no-store"}
         if kind.retry_after is not None:
             # Whole seconds, at least one, rounded down so as not to exceed the time of the lock.
@@ -137,9 +159,10 @@ class Problem(Exception):
 
     def response(self, request: HttpRequest) -> HttpResponseBase:
         """Return the response to a request: that of ERROR_RENDERER if it is set, a page for a
-        client that prefers HTML, else a problem document. An outer protected view does not store
-        it."""
-        return not_stored(self._rendered(request))
+        client that prefers HTML, else a problem document. An outer protected view stores only a
+        refusal of an operation."""
+        response = self._rendered(request)
+        return response if self.is_rejection else not_stored(response)
 
     def _rendered(self, request: HttpRequest) -> HttpResponseBase:
         limits = conf.get()
@@ -147,13 +170,24 @@ class Problem(Exception):
         members: dict[str, Any] = {name: getattr(self, name) for name in names}
         if limits.ERROR_RENDERER is not None:
             render: Callable[..., HttpResponseBase] = conf.named(limits.ERROR_RENDERER)
+            if self.data is not None and _takes_data(render):
+                members["data"] = self.data
             return render(request=request, **members, headers=self.headers)
         if _prefers_html(request):
+            members["is_rejection"] = self.is_rejection
             members["retry_after"] = self.headers.get("Retry-After", "")
             return HttpResponse(_page(request, members), status=self.status, headers=self.headers)
         document = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
+        if self.data is not None:
+            document["data"] = self.data
         kind = "application/problem+json"
         return JsonResponse(document, status=self.status, headers=self.headers, content_type=kind)
+
+
+def _takes_data(render: Callable[..., Any]) -> bool:
+    """Return whether a renderer takes the data of a refusal, which most problems do not have."""
+    parameters = signature(render).parameters.values()
+    return any(each.name == "data" or each.kind is Parameter.VAR_KEYWORD for each in parameters)
 
 
 def _prefers_html(request: HttpRequest) -> bool:
@@ -190,13 +224,18 @@ def key_invalid(detail: str) -> Problem:
     return Problem("key_invalid", detail=detail)
 
 
-def problem_of(refusal: InProgress | KeyReused | InterventionRequired | Unavailable) -> Problem:
+def problem_of(refusal: Exception) -> Problem:
     """Return the error response to a request whose run was refused, or did not end."""
     match refusal:
+        case Rejected(code=code, data=data):
+            return Problem(code, _REJECTED, data=data, detail=str(refusal))
+        case Unfinished():
+            return Problem("unfinished")
         case InProgress():
             return Problem("key_in_use", retry_after=refusal.retry_after)
         case KeyReused():
             return Problem("key_reused", status=conf.get().MISMATCH_STATUS)
         case InterventionRequired():
             return Problem("key_stuck")
-    return Problem(refusal.code if refusal.code in _UNAVAILABLE else "database_unavailable")
+    code = getattr(refusal, "code", "")
+    return Problem(code if code in _UNAVAILABLE else "database_unavailable")

@@ -18,11 +18,11 @@ from django.urls import NoReverseMatch
 from idempotency import conf
 from idempotency._engine.fence import StoredResponse
 from idempotency._http.credentials import is_credential
+from idempotency._http.not_stored import is_not_stored
 from idempotency._http.problems import Problem
 from idempotency._http.view import Call
 from idempotency._text import cut
 from idempotency.exceptions import IdempotencyError
-from idempotency.http import is_not_stored
 from idempotency.models import IdempotencyKey
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})

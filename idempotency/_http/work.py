@@ -14,12 +14,12 @@ from idempotency._engine.fence import StoredResponse
 from idempotency._engine.several_databases import atomic_aliases
 from idempotency._http import responses
 from idempotency._http.nesting import ViewRun
+from idempotency._http.not_stored import keeps_writes
 from idempotency._http.options import Options
 from idempotency._http.request_state import RequestState
 from idempotency._http.view import Call
 from idempotency.conf import Isolation
 from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, ResponseNotStorable
-from idempotency.http import keeps_writes
 
 
 class ViewWork:

@@ -50,10 +50,18 @@ class IdempotentMixin:
 
 
 def render_error(
-    *, status: int, code: str, detail: str, headers: Mapping[str, str], **members: object
+    *,
+    status: int,
+    code: str,
+    detail: str,
+    headers: Mapping[str, str],
+    data: object = None,
+    **members: object,
 ) -> JsonResponse:
-    """Return an error in the format of Django REST framework: ``{"detail": ..., "code": ...}``.
+    """Return an error in the format of Django REST framework: ``{"detail": ..., "code": ...}``, and
+    ``data`` for a refusal of an operation that has data.
 
     Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.rest_framework.render_error".
     """
-    return JsonResponse({"detail": detail, "code": code}, status=status, headers=dict(headers))
+    content = {"detail": detail, "code": code} | ({} if data is None else {"data": data})
+    return JsonResponse(content, status=status, headers=dict(headers))

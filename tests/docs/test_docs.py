@@ -40,6 +40,7 @@ from idempotency.exceptions import (
     KeyReused,
     NotReplicated,
     Unavailable,
+    Unfinished,
 )
 from idempotency.management.passes import in_words
 from idempotency.models import IdempotencyKey
@@ -144,6 +145,7 @@ def refusals() -> list[problems.Problem]:
         problem_of(InterventionRequired()), problem_of(Unavailable(code="conflict")),
         problem_of(Unavailable(code="unknown_recovery_point")), problem_of(Unavailable()),
         problem_of(NotReplicated()), problem_of(Unavailable(code="time_limit_exceeded")),
+        problem_of(Unfinished()),
     ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from idempotency import _prompt, _states, backends, conf, inbox, signals
 from idempotency._engine.history import HistoryEvent
 from idempotency._http import problems, stored_request
 from idempotency._http.problems import problem_of
+from idempotency._operations.definition import Definition
 from idempotency.admin.export import MAX_CHARACTERS
 from idempotency.checks import databases as database_checks
 from idempotency.client import _rules
@@ -28,11 +29,18 @@ from idempotency.conf import Settings
 from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
-from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, Unavailable
+from idempotency.exceptions import (
+    InProgress,
+    InterventionRequired,
+    KeyReused,
+    Unavailable,
+    Unfinished,
+)
 from idempotency.jobs import stage_job
 from idempotency.management import loop
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import doctor, heartbeats, measures
+from idempotency.operations import Operation, operation
 from idempotency.phases import ClaimedKey
 from idempotency.reaper import MESSAGE_RETENTION
 from rides_demo.sandbox import account
@@ -41,6 +49,8 @@ from tests import reference
 from tests.kit.pages import DOCS, prose, says, says_time
 
 PAGES = sorted(reference.PAGES.glob("*.md"))
+#: The fields of a definition that are no options of the decorator.
+NO_OPTIONS = ("name", "steps", "path")
 OVERVIEW = (DOCS / "reference.md").read_text()
 DEFAULTS = Settings()
 ARGUMENTS = inspect.signature(idempotent).parameters
@@ -105,7 +115,7 @@ def test_every_error_code_is_documented_with_its_status_and_no_other() -> None:
         problems.Problem("body_incomplete"),
         problems.Problem("scope_missing"),
     ]
-    made += map(problem_of, (InProgress(), KeyReused(), InterventionRequired()))
+    made += map(problem_of, (InProgress(), KeyReused(), InterventionRequired(), Unfinished()))
     made += [problem_of(Unavailable(code=code)) for code in problems._UNAVAILABLE]
     assert {problem.code for problem in made} == set(problems.KINDS)
     assert documented == {problem.code: problem.status for problem in made}
@@ -115,6 +125,20 @@ def test_every_argument_of_the_decorator_is_documented() -> None:
     section = OVERVIEW.partition("## Scopes")[0]
     parameters = [name for name in inspect.signature(idempotent).parameters if name != "view"]
     assert re.findall(r"^\| `(\w+)` \|", section, re.M) == parameters
+
+
+def test_every_argument_of_an_operation_is_documented() -> None:
+    page = (DOCS / "reference/operations.md").read_text().partition("## Calls of an operation")[0]
+    taken = [name for name in inspect.signature(operation).parameters if name != "options"]
+    options = [each.name for each in fields(Definition) if each.name not in NO_OPTIONS]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [*taken, *options]
+
+
+def test_everything_that_once_raises_is_documented() -> None:
+    section = (DOCS / "reference/operations.md").read_text().partition("| `once` raises")[2]
+    told = re.findall(r"^\| `(\w+)` \|", section.partition("\n## ")[0], re.M)
+    raised = re.findall(r"Raises (\w+)", inspect.getdoc(Operation.once) or "")
+    assert sorted(told) == sorted(raised)
 
 
 def test_every_signal_is_documented() -> None:

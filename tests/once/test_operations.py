@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from django.contrib.auth import get_user_model
+from django.contrib.auth.models import AnonymousUser
 from django.db import OperationalError, connection, transaction
 from django.utils import timezone
 
@@ -55,6 +56,13 @@ def test_other_arguments_under_one_key_are_refused() -> None:
     note.by(get_user_model()(pk=7)).once("key", name="two")  # It has keys of its own.
     assert names() == ["one", "two"]
     assert IdempotencyKey.objects.get(user_id=7).scope == "tests.note:user:7"
+
+
+def test_anonymous_users_share_no_keys() -> None:
+    with pytest.raises(ValueError, match=r"tests\.note got a user without an id"):
+        note.by(AnonymousUser())
+    note.by(AnonymousUser(), scope="session:a").once("key", name="one")
+    assert IdempotencyKey.objects.get(user_id=None).scope == "tests.note:session:a"
 
 
 @pytest.mark.parametrize("way", ["raises", "returns"])
