@@ -192,11 +192,13 @@ bench-scale:
 	step $(PY) -m benchmarks.sizes --scale --json .run/sizes.json; \
 	$(call end,bench-scale)
 
-# A shop on django-oscar, as it is and with two protections: its tests, and how many lines each protection changes.
+# A shop on django-oscar, as it is and with two protections: its tests, and how many lines each protection changes. Then the
+# guide to GraphQL and agents, with the packages that it names.
 examples:
 	@$(MAKE) -s .venv-examples/examples.stamp || { echo "examples: FAILED 2"; exit 2; }
 	@$(steps); \
 	step .venv-examples/bin/python -m pytest -q examples/oscar $(PYTEST_ARGS); \
+	step .venv-examples/bin/python -m pytest -q examples/guides $(PYTEST_ARGS); \
 	for patch in examples/oscar/plain.patch examples/oscar/phased.patch; do echo "$$patch:"; step git apply --stat $$patch; done; \
 	$(call end,examples)
 

@@ -383,8 +383,9 @@ def test_the_page_names_the_client_that_signs_here() -> None:
 
 
 @pytest.fixture
-def consumers(page: Callable[..., ModuleType]) -> ModuleType:
+def consumers(shop: Callable[..., SimpleNamespace], page: Callable[..., ModuleType]) -> ModuleType:
     """Return the functions of the guide to consumers."""
+    shop(operations={"charge_order": None})
     return page("consume-messages.md")
 
 

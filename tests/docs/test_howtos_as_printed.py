@@ -6,6 +6,7 @@ What their examples promise is tested in ``tests/docs/test_howtos.py``, ``tests/
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.kit import debian, pgbouncer
 from tests.kit.celery_app import broker_url
 from tests.kit.examples import GUIDES, file_of
 from tests.kit.printed import ROOT, Command, Project, steps
+from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.processes
 
@@ -42,18 +44,22 @@ AS_PRINTED = [
     "move-from-your-own-middleware.md",
     "practise-with-a-stuck-key.md",
     "prepare-a-request.md",
+    "protect-a-function.md",
     pytest.param("protect-a-view.md", marks=pytest.mark.sample),
     "publish-in-openapi.md",
     "receive-webhooks.md",
+    "run-a-command-once.md",
     "run-the-processes.md",
     "shard-by-tenant.md",
     "stage-a-job.md",
     "test-your-views.md",
 ]
-#: ... and those that need a service, or another package.
+#: ... and those that need a service, or another package. ``make examples`` follows the guide to
+#: GraphQL and agents.
 WITH_MORE = [
     "call-from-a-client.md",
     "choose-a-queue.md",
+    "graphql-and-agents.md",
     "move-from-django-idempotency-key.md",
     "run-a-soak.md",
     "use-a-pooler.md",
@@ -137,27 +143,35 @@ def test_the_router_of_the_soak_is_that_of_the_guide_to_shards() -> None:
 
 
 @pytest.fixture
-def behind_pgbouncer(short_folder: Path) -> Iterator[dict[str, str]]:
-    """Return the variables with which a reader reaches a new database through PgBouncer."""
-    reached, name = connection.settings_dict, f"pooler_{os.getpid()}"
+def sockets() -> Path:
+    """Return the folder of the sockets of the server, if it is the tests' own."""
+    reached = connection.settings_dict
     postgres = reached["HOST"] or reached["OPTIONS"].get("host", "")
     if not postgres.startswith("/"):
         pytest.skip("the server is not the tests' own")
+    return Path(postgres)
 
-    def administer(statement: str) -> None:
-        with psycopg.connect(
-            **connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True
-        ) as server:
-            server.execute(SQL(statement).format(Identifier(name)))
 
+def administer(statement: str, name: str) -> None:
+    """Execute a statement about a database."""
+    with psycopg.connect(
+        **connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True
+    ) as server:
+        server.execute(SQL(statement).format(Identifier(name)))
+
+
+@pytest.fixture
+def behind_pgbouncer(short_folder: Path, sockets: Path) -> Iterator[dict[str, str]]:
+    """Return the variables with which a reader reaches a new database through PgBouncer."""
+    name = f"pooler_{os.getpid()}"
     try:
-        pooler = pgbouncer.start(short_folder / "pgbouncer", Path(postgres))
+        pooler = pgbouncer.start(short_folder / "pgbouncer", sockets)
     except debian.NotToBeHad as reason:
         pytest.skip(str(reason))
-    administer("CREATE DATABASE {}")
+    administer("CREATE DATABASE {}", name)
     yield {"PGHOST": str(pooler.sockets), "PGUSER": "postgres", "PGDATABASE": name}
     pooler.stop()
-    administer("DROP DATABASE {} WITH (FORCE)")
+    administer("DROP DATABASE {} WITH (FORCE)", name)
 
 
 @pytest.mark.postgres
@@ -166,3 +180,41 @@ def test_the_guide_to_poolers_can_be_followed(
     behind_pgbouncer: dict[str, str], tmp_path: Path
 ) -> None:
     Project(tmp_path, **behind_pgbouncer).follow((GUIDES / "use-a-pooler.md").read_text())
+
+
+@pytest.fixture
+def on_postgres(sockets: Path, tmp_path: Path) -> Iterator[Project]:
+    """Return a project whose pages write their settings for a new database on PostgreSQL, with a
+    short lease."""
+    name = f"guide_{os.getpid()}"
+    database = {
+        "ENGINE": "django.db.backends.postgresql",
+        "HOST": str(sockets),
+        "USER": "postgres",
+        "NAME": name,
+    }
+    apps = 'INSTALLED_APPS += ["idempotency", "shop"]'
+    more = f"DATABASES = {{'default': {database}}}\nIDEMPOTENCY = {{'LOCK_TIMEOUT_SECONDS': 2}}"
+    administer("CREATE DATABASE {}", name)
+    project = Project(tmp_path, {apps: f"{apps}\n{more}"})
+    yield project
+    project.stop()
+    administer("DROP DATABASE {} WITH (FORCE)", name)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db
+def test_two_commands_at_once_and_one_that_is_killed_pay_each_pilot_once(
+    on_postgres: Project,
+) -> None:
+    on_postgres.follow((GUIDES / "run-a-command-once.md").read_text())
+    transfers, line = on_postgres.folder / "transfers", "python manage.py pay_pilots 2026-11-26"
+    for _ in range(2):
+        on_postgres.enter(f"{line} &", [])
+    eventually(lambda: len(list(transfers.iterdir())) > 22)
+    os.killpg(on_postgres.running[0].pid, signal.SIGKILL)
+    # Until the lease of the killed one has ended, its pilot may be in progress.
+    eventually(lambda: on_postgres.run(f"{line} 2>/dev/null") == "20 paid, 1 refused")
+    assert len(list(transfers.iterdir())) == 40
+    count = "from shop.models import *; print(Payout.objects.exclude(transfer='').count())"
+    assert on_postgres.run(f'python manage.py shell --verbosity 0 -c "{count}"') == "40"
