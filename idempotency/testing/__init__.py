@@ -1,5 +1,5 @@
-"""The crash kit tests that a request has the same result if its process dies at any place and the
-request is run again.
+"""The crash kit tests that a request or an operation has the same result if its process dies at any
+place and it is run again.
 
 ::
 

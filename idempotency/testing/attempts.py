@@ -13,7 +13,7 @@ from typing import TypeVar
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from idempotency.testing.comparing import Answer
+from idempotency.testing.answers import Answer
 from idempotency.testing.observing import Died, Run, observed
 from idempotency.testing.places import Place
 

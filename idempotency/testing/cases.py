@@ -3,6 +3,7 @@ class."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -34,6 +35,7 @@ class Course:
 def assert_survives(
     send: Send,
     *,
+    again: Send | None = None,
     effects: Effects = None,
     reset: Callable[[], None] | None = None,
     state: Callable[[], Any] | None = None,
@@ -44,13 +46,16 @@ def assert_survives(
     request.
 
     ``send(key)`` sends the request with that idempotency key through Django's test client or
-    another client, and returns the response. The process dies before and after each statement,
-    COMMIT and downstream call, and before the response is sent. Then the client retries, or the
-    completer runs the request. A boundary is the claim, or the beginning or end of a phase or
-    downstream call. With ``races``, two attempts are also interleaved at each pair of boundaries:
-    once with a valid lock, and once with an expired lock and a first attempt that resumes late.
-    Then two requests with different keys run: the first one pauses at each boundary while the
-    second one runs. Their rows and effects must equal those of two consecutive requests.
+    another client, and returns the response. Or it calls an operation, and returns its result:
+    ``lambda key: pay.once(key, pilot=17)``. ``again(key)`` is the second caller, which makes each
+    retry and the second of two concurrent attempts; without it, ``send`` makes all of them. The
+    process dies before and after each statement, COMMIT and downstream call, and before the
+    response is sent. Then the client retries, or the completer runs the request. A boundary is the
+    claim, or the beginning or end of a phase or downstream call. With ``races``, two attempts are
+    also interleaved at each pair of boundaries: once with a valid lock, and once with an expired
+    lock and a first attempt that resumes late. Then two requests with different keys run: the first
+    one pauses at each boundary while the second one runs. Their rows and effects must equal those
+    of two consecutive requests.
 
     A call to a downstream service inside a transaction is a failure too. A call is a ``connect()``
     or ``send()`` of a Python socket. Databases, caches and brokers of the settings may be called
@@ -76,7 +81,9 @@ def assert_survives(
     Raises CannotProve if the test runs in a transaction, or if a run writes a table that the kit
     does not compare.
     """
-    with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
+    with Proof(
+        send, again=again, effects=effects, reset=reset, state=state, ignore=ignore
+    ) as proof:
         failures = [
             failure for course in _courses(proof, races=races) if (failure := course.find())
         ]
@@ -88,6 +95,7 @@ def assert_survives(
 def courses(
     send: Send,
     *,
+    again: Send | None = None,
     effects: Effects = None,
     reset: Callable[[], None] | None = None,
     state: Callable[[], Any] | None = None,
@@ -100,7 +108,9 @@ def courses(
     The arguments are those of ``assert_survives``. Exhaust or close the iterator; the database is
     then as it was before.
     """
-    with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
+    with Proof(
+        send, again=again, effects=effects, reset=reset, state=state, ignore=ignore
+    ) as proof:
         yield from _courses(proof, races=races)
 
 
@@ -108,8 +118,13 @@ def _courses(proof: Proof, *, races: bool) -> Iterator[Course]:
     progress = Progress(*proof.expected(races=races))
     concurrent = chain(proof.races(), proof.two_keys()) if races else ()
     for title, find in chain(proof.calls_in_transactions(), proof.crashes(), concurrent):
-        yield Course(title, find)
+        yield Course(title, partial(_failure, find, proof))
         progress.one_done()
+
+
+def _failure(find: Callable[[], Failure | None], proof: Proof) -> Failure | None:
+    failure = find()
+    return failure.of_operation() if failure and proof.is_of_operation else failure
 
 
 class CrashTestCase(TransactionTestCase):

@@ -6,7 +6,6 @@ other value that differs between two undisturbed runs is random. Equal random va
 name, so places that had equal values must have equal values again.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from uuid import UUID
 from django.db.models import Model
 
 from idempotency.models import IdempotencyKey
+from idempotency.testing.answers import Answer
 from idempotency.testing.snapshots import Snapshot
 
 Path = tuple[str, ...]
@@ -71,29 +71,6 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{' / '.join(self.path)}: {self.expected!r} undisturbed, {self.found!r} here"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a client: a response, or the exception behind a 500 if Django's test client
-    raises it."""
-
-    status: int
-    content: bytes = b""
-    content_type: str = ""
-    location: str = ""
-    #: The lower-case names of the headers that a replay has too.
-    headers: frozenset[str] = frozenset()
-    error: BaseException | None = None
-
-    def body(self) -> Any:
-        """Return the body as data if it is JSON, else as text."""
-        if "json" in self.content_type:
-            try:
-                return json.loads(self.content)
-            except ValueError:
-                pass
-        return self.content.decode("utf-8", "replace")
 
 
 def leaves(

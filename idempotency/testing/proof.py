@@ -11,13 +11,14 @@ from typing import Any, Self
 from django.db import connections
 
 from idempotency.exceptions import CallInDoubt
+from idempotency.testing.answers import Answer
 from idempotency.testing.attempts import Attempt, Threads
 from idempotency.testing.calls import downstream_calls_noticed
-from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
+from idempotency.testing.comparing import GONE, Difference, compare
 from idempotency.testing.downstream import refusals
 from idempotency.testing.failures import Failure, call_in_transaction, explained, not_completed
 from idempotency.testing.observing import Died, Run, observed
-from idempotency.testing.places import Place, shortened
+from idempotency.testing.places import Place
 from idempotency.testing.report import CannotProve, Report
 from idempotency.testing.services import permitted_addresses
 from idempotency.testing.snapshots import Snapshot
@@ -36,7 +37,6 @@ class Proof(TwoKeys):
     def __init__(self, send: Send, **options: Any) -> None:
         super().__init__(send, **options)
         self.report = Report()
-        self._effect_lines: list[str] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -55,7 +55,7 @@ class Proof(TwoKeys):
         self._in_transactions = vendors == {"postgresql"}
         began = time.monotonic()
         try:
-            self._undisturbed = self._run_undisturbed()
+            self._run_undisturbed()
         except BaseException:
             self._stack.close()
             raise
@@ -115,61 +115,6 @@ class Proof(TwoKeys):
         would read the catalog of the database again."""
         return self._threads.call(work) if self._in_transactions else work()
 
-    def _compare_replay(self, answer: Answer, again: Answer) -> None:
-        if not self._keys().exists():
-            return
-        if again.content != answer.content:
-            raise CannotProve(
-                f"The replay differs from the first response: {answer.content[:200]!r}, then"
-                f" {again.content[:200]!r}."
-            )
-        if once := answer.headers ^ again.headers:
-            raise CannotProve(
-                f"The header {min(once)!r} is in the first response or in its replay, but not in"
-                " both. Set the headers of a response before it is stored."
-            )
-
-    def _run_undisturbed(self) -> Run:
-        """Run the request twice, and return the second run. Values that differ are random. The
-        result of the first run is the expected result of all other runs."""
-        places_of_effects: list[str] = []
-
-        def note_effects(run: Run, place: Place) -> None:
-            known = len(places_of_effects) + len(self._first_effects)
-            if isinstance(self._effects, list) and len(self._effects) > known:
-                places_of_effects.append(f"between {run.places[-2].line} and {place.line}")
-
-        found: list[Leaves] = []
-        for _ in range(2):
-            key, run = self._fresh(), Run(note_effects if not found else lambda run, place: None)
-            with observed(run):
-                answer = self._ask(key)
-                run.reach("before", "response")
-            self._note(run)
-            if answer.error is not None:
-                text = "The undisturbed request fails already; see the error above."
-                raise CannotProve(text) from answer.error
-            if answer.status >= 500 or not (self._keys().exists() or self._messages()):
-                raise CannotProve(
-                    f"The undisturbed request was answered with {answer.status}, and left neither a"
-                    f" key nor a message of process_once(): {shortened(str(answer.body()))} Is the"
-                    " view decorated, and does send(key) pass the key on?"
-                )
-            found.append(self._left(answer))
-            self._answer, again = answer, self._ask(key)
-            self._compare_replay(answer, again)
-        if missing := found[0].keys() ^ found[1].keys():
-            raise CannotProve(
-                f"Two undisturbed requests leave different data: {' / '.join(min(missing))}."
-                " Exclude it with ignore=[...], or pass state=, a function that returns the data"
-                " to compare."
-            )
-        self._expected, self._random = found[0], random_paths(*found)
-        begins = ("downstream call", "before")
-        calls = {place.line for place in run.places if (place.what, place.when) == begins}
-        self._effect_lines = places_of_effects or sorted(calls)
-        return run
-
     def _crash(self, place: Place, title: str, by_completer: bool) -> Failure | None:
         done: list[Any] = []
 
@@ -199,7 +144,7 @@ class Proof(TwoKeys):
         if not self._keys().unfinished().exists():
             return None  # There is no key for the completer to run.
         left = self._complete()
-        failure = self._checked(title, key, self._ask(key))
+        failure = self._checked(title, key, self._ask(key, again=True))
         if failure is None and left is not None:
             # Only the client's request has finished it.
             return not_completed(title, left.stuck_reason or left.last_error)
@@ -211,9 +156,8 @@ class Proof(TwoKeys):
         key = self._fresh()
         # The key is made older before the first attempt locks its row, so the attempt also stops
         # one boundary earlier.
-        ask, inside = partial(self._ask, key), self._in_transactions
-        attempt = partial(Attempt, self._threads, ask, in_transactions=inside)
-        one, other = attempt(*((first - 1, first) if expired else (first,))), attempt(second)
+        one = self._attempt(key, *((first - 1, first) if expired else (first,)))
+        other = self._attempt(key, second, again=True)
         one.start()
         one.settle()
         if expired and not self._lock_expires(one, first):
@@ -230,14 +174,18 @@ class Proof(TwoKeys):
         self._note(one.run)
         self._note(other.run)
         last = self._retried(key)
-        for answer in answers:
-            is_final = answer.status == last.status and answer.status not in COME_BACK
-            if is_final and answer.content != last.content:
-                told = Difference(("answer", "to each client"), last.body(), answer.body())
-                return self._explained(title, [told], answer)
+        same = [answer for answer in answers if answer.status == last.status]
+        for answer in same:
+            if answer.status not in COME_BACK and answer.content != last.content:
+                difference = Difference(("answer", "to each client"), last.body(), answer.body())
+                return self._explained(title, [difference], answer)
         # If an earlier client got the same answer, the answer has stayed the same.
-        stays = any((a.status, a.content) == (last.status, last.content) for a in answers)
+        stays = any(answer.content == last.content for answer in same)
         return self._checked(title, key, last, stays=stays)
+
+    def _attempt(self, key: str, *stops: int, again: bool = False) -> Attempt:
+        ask = partial(self._ask, key, again=again)
+        return Attempt(self._threads, ask, *stops, in_transactions=self._in_transactions)
 
     def _lock_expires(self, one: Attempt, first: int) -> bool:
         """Let the first attempt reach its boundary, and let its lock expire before or at the
@@ -262,7 +210,7 @@ class Proof(TwoKeys):
             # additional results.
             differences = [d for d in differences if d.expected == GONE and d.path[0] != "answer"]
         elif not differences and not stays:
-            again = self._ask(key)
+            again = self._ask(key, again=True)
             if again.content != answer.content or again.status != answer.status:
                 what = ("answer", "to the same request once more")
                 differences = [Difference(what, answer.body(), again.body())]

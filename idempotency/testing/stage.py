@@ -1,5 +1,5 @@
 """The initial state that all courses of events share, and the actions of clients and of the
-completer."""
+completer. A client is the sender of a request, or the caller of an operation."""
 
 import sys
 import threading
@@ -15,13 +15,12 @@ from django.db.models import Q
 from idempotency import conf
 from idempotency._engine import rows
 from idempotency._engine.adapter import with_stored_work
-from idempotency._http.responses import stored_headers
-from idempotency._http.stored_request import can_rebuild
 from idempotency._states import ABANDONED_AFTER_LEASES, IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessedMessage
-from idempotency.testing.comparing import Answer, Leaves, changed_rows, leaves
+from idempotency.testing.answers import Answer
+from idempotency.testing.comparing import Leaves, changed_rows, leaves
 from idempotency.testing.downstream import effects_of, living
 from idempotency.testing.moved_time import age
 from idempotency.testing.observing import Run, observed
@@ -40,9 +39,13 @@ _COMPLETER_RUNS = 5
 COME_BACK = (409, 425, 429)
 
 
-def _has_on_abandon(found: IdempotencyKey) -> bool:
+def _settled_by_on_abandon(found: IdempotencyKey) -> bool:
+    """Return whether the reaper settles the key, because no run of the completer can."""
     key = rows.read(found.pk, using=str(found._state.db))
-    return key is not None and with_stored_work(key, lambda work: bool(work.has_on_abandon()))
+    return key is not None and with_stored_work(
+        key,
+        lambda work: bool((found.untouched or not work.is_whole) and work.has_on_abandon()),
+    )
 
 
 class Stage:
@@ -60,7 +63,9 @@ class Stage:
         reset: Callable[[], None] | None = None,
         state: Callable[[], Any] | None = None,
         ignore: Iterable[str] = (),
+        again: Send | None = None,
     ) -> None:
+        self._again = again or send
         self._send, self._effects, self._reset, self._state, self._ignore = (
             send,
             effects,
@@ -84,10 +89,10 @@ class Stage:
         self._derived.clear()
         return str(uuid.uuid4())
 
-    def _ask(self, key: str) -> Answer:
+    def _ask(self, key: str, *, again: bool = False) -> Answer:
         """Send the request, and return the answer. If the view raises an exception, the answer
         contains it as the error behind a 500, whether or not the test client raises the exception
-        too."""
+        too. ``again``: the caller is the second one."""
         raised: list[BaseException | None] = []
         thread = threading.get_ident()
 
@@ -97,27 +102,14 @@ class Stage:
 
         got_request_exception.connect(note)
         try:
-            response = self._send(key)
+            response = (self._again if again else self._send)(key)
         except Exception as error:
-            return Answer(500, error=error)
+            return Answer(500, error=error) if raised else Answer.of_exception(error)
         finally:
             got_request_exception.disconnect(note)
-        headers = response.headers
-        content = (
-            b"".join(response.streaming_content)
-            if getattr(response, "streaming", False)
-            else bytes(response.content)
-        )
-        return Answer(
-            response.status_code,
-            content,
-            headers.get("Content-Type", ""),
-            headers.get("Location", ""),
-            # Middleware adds Vary: Cookie when the view reads the session or the CSRF token.
-            frozenset(map(str.lower, stored_headers(response)))
-            - {conf.get().REPLAYED_HEADER.lower(), "vary"},
-            raised[-1] if raised and response.status_code >= 500 else None,
-        )
+        if not hasattr(response, "status_code"):
+            return Answer.of_result(response)
+        return Answer.of_response(response, raised[-1] if raised else None)
 
     def _left(self, answer: Answer) -> Leaves:
         rows = self._aside(partial(changed_rows, self._snapshot))
@@ -155,7 +147,7 @@ class Stage:
         for _ in range(_CLIENT_TRIES):
             run = Run()
             with observed(run):
-                answer = self._ask(key)
+                answer = self._ask(key, again=True)
             self._note(run)
             again = answer.status in COME_BACK or answer.status >= 500
             if answer.status == self._answer.status or not again or self._keys().stuck().exists():
@@ -191,8 +183,7 @@ class Stage:
                 break
         if key is None or key.stuck_code:
             return key
-        settled = (key.untouched or not can_rebuild(key)) and _has_on_abandon(key)
-        return None if settled else key
+        return None if _settled_by_on_abandon(key) else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:
         """Return the keys of this course of events."""

@@ -6,9 +6,9 @@ from functools import cached_property, partial
 
 from django.db import connections
 
+from idempotency.testing.answers import Answer
 from idempotency.testing.attempts import Attempt, Threads, may_be_held
 from idempotency.testing.comparing import (
-    Answer,
     Leaves,
     Path,
     compare,
@@ -17,13 +17,12 @@ from idempotency.testing.comparing import (
     unordered,
 )
 from idempotency.testing.failures import Failure, interfering
-from idempotency.testing.observing import Run
 from idempotency.testing.places import Place
 from idempotency.testing.report import Report
-from idempotency.testing.stage import Stage
+from idempotency.testing.undisturbed import Undisturbed
 
 
-class TwoKeys(Stage):
+class TwoKeys(Undisturbed):
     """The courses of events of two requests with different keys.
 
     They must end as if one request ran after the other: a key does not protect its request from
@@ -32,10 +31,6 @@ class TwoKeys(Stage):
 
     report: Report
     _threads: Threads
-    _undisturbed: Run
-    #: The result of one undisturbed request, and the paths of its random values.
-    _expected: Leaves
-    _random: set[Path]
     #: Whether two attempts can write at the same time.
     _in_transactions: bool
 

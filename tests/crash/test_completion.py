@@ -10,8 +10,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from idempotency.testing import DoesNotSurvive, assert_survives
-from idempotency.testing import failures as cures
+from idempotency.testing import DoesNotSurvive, assert_survives, cures
 from tests.kit.serving import Sender
 from tests.models import Entry
 

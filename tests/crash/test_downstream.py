@@ -10,8 +10,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from idempotency.decorators import idempotent
 from idempotency.phases import atomic_phase
-from idempotency.testing import DoesNotSurvive, Downstream, Failure, assert_survives
-from idempotency.testing import failures as cures
+from idempotency.testing import DoesNotSurvive, Downstream, Failure, assert_survives, cures
 from idempotency.testing.downstream import KeyReused
 from tests.kit.serving import Sender
 from tests.models import Entry

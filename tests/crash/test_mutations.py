@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from idempotency.testing import DoesNotSurvive, assert_survives, courses
-from idempotency.testing import failures as cures
+from idempotency.testing import DoesNotSurvive, assert_survives, courses, cures
 from tests.crash import views
 from tests.kit.serving import Sender
 

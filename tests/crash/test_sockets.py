@@ -10,8 +10,7 @@ from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
 from idempotency.decorators import idempotent
-from idempotency.testing import DoesNotSurvive, assert_survives
-from idempotency.testing import failures as cures
+from idempotency.testing import DoesNotSurvive, assert_survives, cures
 from tests.kit.serving import Sender
 from tests.kit.views import phased, plain, two_phases
 

@@ -10,8 +10,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 
 from idempotency.decorators import idempotent
 from idempotency.phases import atomic_phase
-from idempotency.testing import DoesNotSurvive, Downstream, assert_survives
-from idempotency.testing import failures as cures
+from idempotency.testing import DoesNotSurvive, Downstream, assert_survives, cures
 from tests.kit.serving import Sender
 from tests.kit.views import over_key, phased, plain
 from tests.models import Account, Entry
