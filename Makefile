@@ -76,7 +76,7 @@ CORE := $(addprefix tests/,store/test_keys.py store/test_round_trips.py request/
 	request/test_calls_in_doubt.py request/test_http.py request/test_retries_in_process.py request/test_scopes.py \
 	request/test_async.py request/test_isolation.py processes/test_abandonment.py processes/test_completer.py \
 	processes/test_rebuilt_requests.py processes/test_completer_and_deploys.py processes/test_reaper.py jobs/test_enqueuer.py \
-	jobs/test_jobs.py jobs/test_inbox.py jobs/test_inbox_on_asyncio.py conformance)
+	jobs/test_jobs.py jobs/test_inbox.py jobs/test_inbox_on_asyncio.py conformance once)
 
 # The core behind Django's connection pool, then behind PgBouncer in transaction mode.
 test-pools:
@@ -105,7 +105,7 @@ screenshots:
 	$(call set-up,screenshots,test)
 	@exec $(PY) -m tests.browser.screenshots
 
-# Each number of the contract as a line, and what the suites of others say.
+# Each number of the contract, and of the rules of operations, as a line, and what the suites of others say.
 conformance:
 	$(call set-up,conformance,test)
 	@$(PY) -m tests.conformance $(PYTEST_ARGS)

@@ -53,6 +53,11 @@ def note(*, name: str, fails: str = "") -> dict[str, Any] | Rejected:
     return {"entry": entry.pk, "list": [1, 2]}
 
 
+@operation("tests.book")
+def book(*, name: str) -> int:
+    return Entry.objects.create(name=name).pk
+
+
 def booked(*, name: str, cents: int) -> Rejected | None:
     if cents == 0:
         raise ValueError("The amount must be positive.")

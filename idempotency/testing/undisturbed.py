@@ -1,6 +1,6 @@
 """The request without a crash: its places, and the results that all courses of events must have."""
 
-from idempotency._operations.work import METHOD
+from idempotency._operations.definition import METHOD
 from idempotency.testing.answers import Answer
 from idempotency.testing.comparing import Leaves, Path, random_paths
 from idempotency.testing.observing import Run, observed

@@ -52,8 +52,9 @@ def views() -> dict[str, Callable[..., HttpResponseBase]]:
     }
 
 
-def _die_at(number: int) -> None:
-    """Let this process be killed at the ``number``-th point from now on."""
+def signal_at(number: int, sent: int = signal.SIGKILL) -> Callable[[], None]:
+    """Let this process get a signal at the ``number``-th point from now on. Return the function
+    that is called at each point."""
     import psycopg
 
     passed = 0
@@ -62,7 +63,7 @@ def _die_at(number: int) -> None:
         nonlocal passed
         passed += 1
         if passed == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), sent)
 
     wait = psycopg.Connection.wait
 
@@ -73,6 +74,7 @@ def _die_at(number: int) -> None:
         return result
 
     psycopg.Connection.wait = around_exchange  # type: ignore[method-assign]
+    return point
 
 
 def _answer(session: str, path: str, key: str, number: str) -> int:
@@ -81,7 +83,7 @@ def _answer(session: str, path: str, key: str, number: str) -> int:
 
     client = Client()
     client.cookies[settings.SESSION_COOKIE_NAME] = session
-    _die_at(int(number))
+    signal_at(int(number))
     return client.post(
         path, {"a": 1}, content_type="application/json", headers={"Idempotency-Key": key}
     ).status_code

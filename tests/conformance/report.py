@@ -1,5 +1,5 @@
 """A plugin of pytest for ``make conformance``: it runs the tests that bear numbers, and says of
-each number whether it holds.
+each number whether it holds. The rules of operations have the numbers O01, O02 and so on.
 
 A number holds when it has tests that passed, and none that did not. A case that a kind of view
 cannot have is skipped, and does not count; one that is skipped for want of PostgreSQL did not pass.
@@ -15,15 +15,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.titles import TITLES
+from tests.conformance.titles import LABELS
 
-FRAMEWORKS, EVERY_KIND_OF_VIEW = "tests/frameworks/", 41
+FRAMEWORKS, EVERY_KIND_OF_VIEW = "tests/frameworks/", "41"
 #: What is in these is run without a number too.
 FOLDERS = ("tests/conformance/", FRAMEWORKS, "tests/outside/")
 #: Why tests are skipped on another database.
 NO_POSTGRESQL = "needs PostgreSQL"
 #: Proved by suites of others, with counts of their own.
-OUTSIDE = {43: "stripe", 44: "idemkit", 45: "schemathesis"}
+OUTSIDE = {"43": "stripe", "44": "idemkit", "45": "schemathesis"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,9 +35,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-def _numbers(test: str) -> Iterator[int]:
-    if found := re.search(r"::test_(\d\d)_", test):
-        yield int(found.group(1))
+def _numbers(test: str) -> Iterator[str]:
+    if found := re.search(r"::test_(o?\d\d)_", test):
+        yield found.group(1).upper()
     if test.startswith(FRAMEWORKS):
         yield EVERY_KIND_OF_VIEW
 
@@ -46,9 +46,9 @@ class Report:
     """What became of each number."""
 
     def __init__(self) -> None:
-        self.passed: dict[int, int] = defaultdict(int)
-        self.not_passed: dict[int, list[str]] = defaultdict(list)
-        self.counts: dict[int, list[str]] = defaultdict(list)
+        self.passed: dict[str, int] = defaultdict(int)
+        self.not_passed: dict[str, list[str]] = defaultdict(list)
+        self.counts: dict[str, list[str]] = defaultdict(list)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how one step of a test ended."""
@@ -66,17 +66,17 @@ class Report:
                     str(value) for name, value in report.user_properties if name == "counts"
                 ]
 
-    def holds(self, number: int) -> bool:
+    def holds(self, number: str) -> bool:
         """Whether tests of the number passed, and none did not."""
         return bool(self.passed[number]) and not self.not_passed[number]
 
     def failed(self) -> int:
         """Return how many numbers do not hold."""
-        return sum(not self.holds(number) for number in TITLES)
+        return sum(not self.holds(number) for number in LABELS)
 
     def lines(self) -> Iterator[str]:
         """Return a line for each number, then the counts of the outside suites."""
-        for number, title in TITLES.items():
+        for number, title in LABELS.items():
             verdict = (
                 "pass"
                 if self.holds(number)
@@ -84,7 +84,7 @@ class Report:
                 if self.not_passed[number]
                 else "fail (no test)"
             )
-            yield f"{number:02} {verdict} {title}"
+            yield f"{number} {verdict} {title}"
         for number, suite in OUTSIDE.items():
             yield from self.counts[number] or [
                 f"{suite}: no counts; {self.passed[number]} tests passed"

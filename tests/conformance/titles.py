@@ -1,5 +1,5 @@
-"""What the HTTP side does, number by number; the tests of a number are named after it:
-``test_NN_...``."""
+"""What views and operations do, number by number. The tests of a number are named after it:
+``test_NN_...`` for the HTTP side, ``test_oNN_...`` for operations."""
 
 TITLES = {
     1: "the header is found whatever its case, under each of the configured names",
@@ -86,4 +86,45 @@ TITLES = {
         "no report of an error shows a secret, a key, a seed, a token, a body or arguments in a"
         " frame of this app"
     ),
+}
+
+OPERATIONS = {
+    1: "an operation runs once per key, and its value is the result",
+    2: "each repeat gets the stored result, from any caller, and runs nothing",
+    3: "the same key with other arguments is refused, also in progress, and the result stays",
+    4: "a call in progress is refused with the seconds to wait; of many at once, one runs",
+    5: "a run past its lease is taken over by a repeat or the completer, and can commit no more",
+    6: (
+        "a process killed anywhere leaves the work of a transaction and its recovery point, or"
+        " neither; a repeat or the completer continues, with one effect and one result"
+    ),
+    7: (
+        "a refusal is stored and raised by each repeat; raised, it rolls the writes back,"
+        " returned, it commits them"
+    ),
+    8: (
+        "a refusal after a commit is stored in one transaction with its compensation; without"
+        " undo= the key is stuck"
+    ),
+    9: (
+        "after an exception before the first effect only the caller continues; after it the"
+        " completer does, and the caller is told so"
+    ),
+    10: "a function that moved has the same keys; under another name it has others",
+    11: "a key is kept for its retention, or forever and then without its arguments",
+    12: (
+        "in an open transaction a plain operation commits or vanishes with it; a phased one is"
+        " refused with the cure"
+    ),
+    13: "a staged call runs after the COMMIT, once, as one of the callers of its key",
+    14: "a name that the running code does not have waits for a deploy that has it",
+    15: "stored arguments that do not fit wait for a deploy that they fit",
+    16: "more than 1,000 operations in one transaction are refused",
+    17: "a serialization failure repeats a transaction and not the call before it",
+    18: "a stuck key says so to each caller, and the answer of an operator is its result",
+}
+
+#: All titles, by the number as it is printed.
+LABELS = {f"{number:02}": title for number, title in TITLES.items()} | {
+    f"O{number:02}": title for number, title in OPERATIONS.items()
 }

@@ -97,7 +97,7 @@ def serve_texting(settings: Any) -> None:
 def die_in() -> None:
     """Fork a child for each line ``WORK NAME NUMBER``, which is killed at its NUMBERth point before
     or after a statement."""
-    from tests.conformance.dying import _die_at
+    from tests.conformance.dying import signal_at
 
     serve_texting(settings_of_django)
     works = {
@@ -108,7 +108,7 @@ def die_in() -> None:
     for line in sys.stdin:
         work, name, number = line.split()
         if not (child := os.fork()):
-            _die_at(int(number))
+            signal_at(int(number))
             works[work](name)
             os._exit(0)
         _, status = os.waitpid(child, 0)
