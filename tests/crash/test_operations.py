@@ -134,6 +134,7 @@ def test_a_function_that_only_its_caller_can_run_is_caught() -> None:
         assert "LookupError" in failure.cause
 
 
+@pytest.mark.postgres
 def test_a_lost_update_of_two_keys_is_caught() -> None:
     with pytest.raises(DoesNotSurvive) as caught:
         assert_survives(caller("lost_update"))

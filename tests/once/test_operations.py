@@ -1,9 +1,6 @@
 """Operations in one process: what runs, what is stored, and what each caller gets."""
 
-import asyncio
 import pickle
-import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +12,6 @@ from django.utils import timezone
 
 from idempotency.completer import complete_key
 from idempotency.exceptions import (
-    InProgress,
     InterventionRequired,
     KeyReused,
     Rejected,
@@ -25,7 +21,7 @@ from idempotency.exceptions import (
 )
 from idempotency.models import IdempotencyKey
 from tests.models import Account, Entry
-from tests.operations import Bank, charge, note, outer, pay, pay_without_undo, ship, tell
+from tests.operations import Bank, charge, note, outer, pay, ship, tell
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -38,7 +34,7 @@ def names() -> list[str]:
     return sorted(Entry.objects.values_list("name", flat=True))
 
 
-def test_a_plain_operation_runs_once_and_every_call_gets_its_result() -> None:
+def test_o01_the_row_of_a_plain_operation_has_no_arguments() -> None:
     first = note.once("key", name="one")
     assert first == {"entry": Entry.objects.get().pk, "list": [1, 2]}
     assert note.once("key", name="one") == first
@@ -49,7 +45,7 @@ def test_a_plain_operation_runs_once_and_every_call_gets_its_result() -> None:
     assert key.request_body is None
 
 
-def test_other_arguments_under_one_key_are_refused() -> None:
+def test_o03_each_user_has_keys_of_their_own() -> None:
     note.once("key", name="one")
     with pytest.raises(KeyReused):
         note.once("key", name="two")
@@ -65,16 +61,6 @@ def test_anonymous_users_share_no_keys() -> None:
     assert IdempotencyKey.objects.get(user_id=None).scope == "tests.note:session:a"
 
 
-@pytest.mark.parametrize("way", ["raises", "returns"])
-def test_a_refusal_is_stored_and_raised_anew(way: str) -> None:
-    for _ in range(2):
-        with pytest.raises(Rejected) as caught:
-            note.once("key", name="one", fails=way)
-        assert (caught.value.code, str(caught.value)) == ("refused", "It was refused.")
-        assert caught.value.data == {"name": "one"}
-    assert names() == (["one"] if way == "returns" else [])
-
-
 def test_a_refusal_survives_pickle_and_cannot_be_subclassed() -> None:
     why = pickle.loads(pickle.dumps(Rejected("code", "message", [1])))
     assert (why.code, why.message, why.data) == ("code", "message", [1])
@@ -83,7 +69,7 @@ def test_a_refusal_survives_pickle_and_cannot_be_subclassed() -> None:
 
 
 @pytest.mark.parametrize(("fails", "error"), [("breaks", ValueError), ("no json", TypeError)])
-def test_after_an_exception_of_a_plain_operation_nothing_is_stored(
+def test_o09_after_an_exception_of_a_plain_operation_nothing_is_stored(
     fails: str, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -110,7 +96,7 @@ def test_arguments_that_are_no_json_are_refused_by_name() -> None:
     assert not IdempotencyKey.objects.exists()
 
 
-def test_a_phased_operation_commits_calls_and_commits(bank: Bank) -> None:
+def test_o01_a_phased_operation_commits_calls_and_commits(bank: Bank) -> None:
     assert pay.once("key", name="one", cents=9) == {"transfer": 0}
     assert pay.once("key", name="one", cents=9) == {"transfer": 0}
     assert names() == ["booked one"]
@@ -125,57 +111,6 @@ def test_a_phased_operation_commits_calls_and_commits(bank: Bank) -> None:
         "transfer",
         "result",
     ]
-
-
-def test_an_exception_before_anything_is_begun_is_left_to_the_caller(bank: Bank) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        pay.once("key", name="one", cents=0)
-    key = IdempotencyKey.objects.get()
-    assert key.refused_at is not None
-    assert complete_key(key.pk) is None
-    assert not names()
-    assert not bank.requests
-
-
-def test_an_exception_after_something_is_begun_is_unfinished_and_the_completer_goes_on(
-    bank: Bank,
-) -> None:
-    bank.after = broken
-    with pytest.raises(Unfinished) as caught:
-        pay.once("key", name="one", cents=9)
-    assert isinstance(caught.value.__cause__, OSError)
-    bank.after = lambda: None
-    key = IdempotencyKey.objects.get()
-    assert (key.recovery_point, key.last_error) == ("booked", "OSError: no route")
-    assert complete_key(key.pk) == "finished"
-    assert pay.once("key", name="one", cents=9) == {"transfer": 0}
-    assert bank.requests == 2, "repeated with the same key"
-    assert len(bank.transfers) == 1, "repeated with the same key"
-
-
-def test_a_refused_call_is_stored_with_its_compensation() -> None:
-    for _ in range(2):
-        with pytest.raises(Rejected, match="declined"):
-            pay.once("key", name="one", cents=402)
-    assert names() == ["declined one"]
-    for cents, left in ((403, "raised late two"), (404, "booked three")):
-        name = {403: "two", 404: "three"}[cents]
-        with pytest.raises(Rejected, match="late"):
-            pay.once(f"key {cents}", name=name, cents=cents)
-        assert left in names()
-    with pytest.raises(Rejected, match="negative"):
-        pay.once("key 4", name="four", cents=-1)
-    assert not [name for name in names() if "four" in name]
-
-
-def test_a_refusal_that_nothing_undoes_is_stuck_and_answered_by_hand() -> None:
-    with pytest.raises(InterventionRequired):
-        pay_without_undo.once("key", name="one", cents=402)
-    key = IdempotencyKey.objects.get()
-    assert key.stuck_code == StuckCode.VIEW_GAVE_UP
-    assert "undo" in key.stuck_reason
-    with pytest.raises(Rejected):
-        charge.once("key", name="one", cents=402)
 
 
 def test_a_call_is_made_at_most_once(bank: Bank) -> None:
@@ -211,129 +146,11 @@ def test_a_chain_of_calls(bank: Bank) -> None:
     assert ship.once("key", name="one", cents=5) == {"told": 1}
 
 
-def test_a_plain_operation_is_a_savepoint_of_an_open_transaction() -> None:
-    with transaction.atomic():
-        note.once("key", name="one")
-        transaction.set_rollback(True)
-    assert not names()
-    assert not IdempotencyKey.objects.exists()
-    with transaction.atomic():
-        note.once("key", name="one")
-        with pytest.raises(Rejected):
-            note.once("key 2", name="two", fails="raises")
-        with pytest.raises(ValueError, match="broken"):
-            note.once("key 3", name="three", fails="breaks")
-        assert note.once("key", name="one")
-    assert names() == ["one"]
-
-
-def test_an_operation_inside_another_commits_with_it() -> None:
+def test_o12_an_operation_inside_another_commits_with_it() -> None:
     assert outer.once("key", name="one", inner="inner")["entry"]
     assert names() == ["one", "outer one"]
     assert outer.once("key 2", name="one", inner="inner")["entry"], "the inner one is a repeat"
     assert names() == ["one", "outer one", "outer one"]
-
-
-def test_a_phased_operation_in_an_open_transaction_is_refused_with_the_cure() -> None:
-    with transaction.atomic(), pytest.raises(RuntimeError, match="stage"):
-        pay.once("key", name="one", cents=1)
-    assert not IdempotencyKey.objects.exists()
-
-
-@pytest.fixture
-def held(bank: Bank) -> Iterator[threading.Event]:
-    """Run ``charge`` in a thread whose bank does not answer until the event is set."""
-    inside, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        inside.set()
-        go.wait(30)
-
-    bank.before = hold
-
-    def run() -> None:
-        try:
-            charge.once("key", name="one", cents=1)
-        finally:
-            connection.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert inside.wait(10)
-    yield go
-    go.set()
-    thread.join()
-
-
-def test_a_second_caller_is_told_that_the_operation_is_in_progress(held: threading.Event) -> None:
-    with pytest.raises(InProgress):
-        charge.once("key", name="one", cents=1)
-    with pytest.raises(KeyReused):
-        charge.once("key", name="one", cents=2)
-
-
-def test_the_late_one_is_fenced(held: threading.Event, bank: Bank) -> None:
-    IdempotencyKey.objects.update(locked_until="2000-01-01T00:00Z")
-    bank.before = lambda: None
-    assert charge.once("key", name="one", cents=1) == {"transfer": 0}
-    held.set()
-    assert Account.objects.count() == 1
-    assert len(bank.transfers) == 1
-
-
-@pytest.mark.postgres
-def test_a_serialization_failure_repeats_the_transaction_but_not_the_call(bank: Bank) -> None:
-    tries: list[int] = []
-
-    def fails_once() -> None:
-        tries.append(bank.requests)
-        if len(tries) == 1:
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    "DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$"
-                )
-
-    bank.inside = fails_once
-    assert charge.once("key", name="one", cents=1) == {"transfer": 0}
-    assert len(tries) == 2
-    assert bank.requests == 1
-
-
-def test_an_operation_that_a_deploy_removed_waits_for_the_next(
-    bank: Bank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from idempotency._operations import definition, stored
-
-    bank.after = broken
-    with pytest.raises(Unfinished):
-        charge.once("key", name="one", cents=1)
-    bank.after = lambda: None
-    key = IdempotencyKey.objects.get()
-    monkeypatch.setattr(stored, "find", lambda name: None)
-    assert complete_key(key.pk) == "stuck"
-    key.refresh_from_db()
-    assert key.stuck_code == StuckCode.OPERATION_MISSING
-    monkeypatch.setattr(stored, "find", definition.find)
-    IdempotencyKey.objects.update(next_run_at=None)
-    assert complete_key(key.pk) == "finished"
-    assert charge.once("key", name="one", cents=1) == {"transfer": 0}
-
-
-def test_arguments_that_do_not_fit_wait_for_the_next_deploy(bank: Bank) -> None:
-    bank.after = broken
-    with pytest.raises(Unfinished):
-        charge.once("key", name="one", cents=1)
-    bank.after = lambda: None
-    stored = b'{"cents":1,"currency":"eur","name":"one"}'
-    IdempotencyKey.objects.update(request_body=stored)
-    key = IdempotencyKey.objects.get()
-    assert complete_key(key.pk) == "stuck"
-    key.refresh_from_db()
-    assert key.stuck_code == StuckCode.ARGUMENTS_CHANGED
-    assert "currency" in key.stuck_reason
-    body = b'{"cents":1,"name":"one"}'
-    IdempotencyKey.objects.update(request_body=body, next_run_at=None)
-    assert complete_key(key.pk) == "finished"
 
 
 def test_a_call_under_another_name_is_not_made(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,27 +177,7 @@ def test_a_lost_database_is_unavailable(bank: Bank) -> None:
     assert charge.once("key", name="one", cents=1) == {"transfer": 0}
 
 
-def test_one_thousand_and_one_in_one_transaction() -> None:
-    @transaction.atomic
-    def many() -> None:
-        for number in range(1001):
-            note.once(str(number), name="many")
-
-    with pytest.raises(RuntimeError, match="1,000"):
-        many()
-    assert not names()
-
-
-def test_async_callers() -> None:
-    async def both() -> Any:
-        first = await pay.aonce("key", name="one", cents=9)
-        return first, await pay.aonce("key", name="one", cents=9), await note.aonce("k", name="n")
-
-    first, second, _ = asyncio.run(both())
-    assert first == second == {"transfer": 0}
-
-
-def test_a_refusal_before_anything_is_committed_undoes_nothing() -> None:
+def test_o08_a_refusal_before_anything_is_committed_undoes_nothing() -> None:
     Entry.objects.create(name="booked one")  # by another key
     with pytest.raises(Rejected, match="negative"):
         pay.once("key", name="one", cents=-1)
