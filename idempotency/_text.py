@@ -9,6 +9,7 @@ from django.utils.formats import get_format
 
 _MAX_ERROR_LENGTH = 2000
 _MAX_SUMMARY_LENGTH = 200
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 
 
 def error_text(error: BaseException, *, withheld: bool = False) -> str:
@@ -44,12 +45,15 @@ def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:
     return cut(f"{line.rstrip()} …" if more else line, length)
 
 
-def refuse_unstorable_json(value: Any) -> int:
-    """Raise TypeError, ValueError or RecursionError for a value that is not JSON, that JSON would
+def storable_json(value: Any, encoder: json.JSONEncoder = _ENCODER) -> bytes:
+    """Return the JSON of a value. The ``encoder`` must refuse NaN, and leave texts as they are.
+
+    Raises TypeError, ValueError or RecursionError for a value that is not JSON, that JSON would
     change, or that PostgreSQL does not store as jsonb: a failed INSERT would break the transaction
-    of the caller. Return the bytes of the JSON."""
-    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-    size = len(text.encode())  # refuses lone surrogates
+    of the caller.
+    """
+    text = encoder.encode(value)
+    encoded = text.encode()  # refuses lone surrogates
     if "\\u0000" in text.replace("\\\\", ""):
         raise ValueError("it contains a NUL character")
     if not _has_names_only(value):
@@ -57,14 +61,15 @@ def refuse_unstorable_json(value: Any) -> int:
             "an object in it has a key that is not a string, and JSON would change that key to a"
             " string"
         )
-    return size
+    return encoded
 
 
 def _has_names_only(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(
-            isinstance(name, str) and _has_names_only(inner) for name, inner in value.items()
-        )
+        for name, inner in value.items():
+            if not isinstance(name, str) or not _has_names_only(inner):
+                return False
+        return True
     return not isinstance(value, list | tuple) or all(map(_has_names_only, value))
 
 

@@ -24,7 +24,7 @@ from idempotency._async import FAILURES, awaited
 from idempotency._engine.phased_run import current_key
 from idempotency._hidden import Arguments, Hidden
 from idempotency._records import STAGED_OPERATION
-from idempotency._text import error_text, refuse_unstorable_json
+from idempotency._text import error_text, storable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
 from idempotency.models import StagedJob
 
@@ -265,7 +265,7 @@ def _mistake_in(name: str, args: JobArgs) -> TypeError | ValueError | None:
                 " be strings."
             )
         try:
-            size += refuse_unstorable_json([argument, value])
+            size += len(storable_json([argument, value]))
         except (TypeError, ValueError, RecursionError) as error:
             return TypeError(
                 f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids."

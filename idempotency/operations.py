@@ -105,7 +105,8 @@ class Operation(Generic[Given, Result]):
             )
         bound: Operation[Given, Result] = object.__new__(type(self))
         vars(bound).update(vars(self))
-        bound._scope, bound._user_id = scope or f"user:{user.pk}", user.pk
+        bound._user_id = pk = user.pk
+        bound._scope = scope or f"user:{pk}"
         if len(bound._scope) > MAX_SCOPE:
             raise ValueError(f"A scope has at most {MAX_SCOPE} characters.")
         return bound
@@ -131,7 +132,8 @@ class Operation(Generic[Given, Result]):
         """
         hidden, named = Hidden(key), self._named(args, kwargs)
         del key, args, kwargs
-        return cast(Result, self._run(hidden, named))
+        result: Result = self._run(hidden, named)
+        return result
 
     async def aonce(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Call ``once`` from async code. Outside of a request, it has a thread of its own."""
@@ -174,7 +176,10 @@ class Operation(Generic[Given, Result]):
 
     def _named(self, args: Any, kwargs: Any) -> Hidden[dict[str, Any]]:
         """Return the arguments by name, as passed."""
-        return Hidden(dict(self._definition.steps.signature.bind(*args, **kwargs).arguments))
+        signature = self._definition.steps.signature
+        if args or kwargs.keys() != signature.parameters.keys():
+            kwargs = dict(signature.bind(*args, **kwargs).arguments)
+        return Hidden(kwargs)
 
 
 @overload

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from django.core.serializers.json import DjangoJSONEncoder
 
-from idempotency._text import refuse_unstorable_json
+from idempotency._text import storable_json
 
 
 class KeyedCall:
@@ -53,7 +53,7 @@ class AtMostOnceCall(KeyedCall):
         """
         try:
             self.result = json.loads(json.dumps(result, cls=DjangoJSONEncoder))
-            refuse_unstorable_json(self.result)
+            storable_json(self.result)
         except Exception as error:  # its methods may raise anything
             self.result, self.recorded = _described(result), True
             del result  # Reports of errors show local variables.

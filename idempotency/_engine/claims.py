@@ -282,6 +282,7 @@ def _holder_conflict(parameters: Parameters, request: ClaimedRequest, using: str
 
 
 def _parameters(request: ClaimedRequest, using: str) -> Parameters:
+    headers = request.request_headers
     # The field of the project's user model runs here.
     user_id = IdempotencyKey._meta.get_field("user").get_db_prep_save(
         request.user_id, connections[using]
@@ -289,7 +290,7 @@ def _parameters(request: ClaimedRequest, using: str) -> Parameters:
     return Hidden(
         lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
         | dict(zip(statements.REQUEST, _columns_of(request), strict=True))
-        | {"user_id": user_id, "request_headers": json.dumps(request.request_headers)}
+        | {"user_id": user_id, "request_headers": json.dumps(headers) if headers else "{}"}
         | {"seed": random_seed()}
         | _of_claim("client", using)
     )

@@ -5,12 +5,14 @@ from typing import Any
 
 from idempotency import conf
 from idempotency._engine.fence import StoredResponse
-from idempotency._text import refuse_unstorable_json, summary
+from idempotency._text import storable_json, summary
 from idempotency.exceptions import Rejected
 
 #: The codes under which results and refusals are stored.
 RETURNED, REJECTED = 200, 422
-_CANONICAL = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False)
+_CANONICAL = json.JSONEncoder(
+    separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=False
+)
 
 
 class StoredResult(StoredResponse):
@@ -34,7 +36,7 @@ def stored(value: Any, name: str) -> StoredResponse:
 
 def restored(code: int, body: bytes | None) -> Any:
     """Return the result of a finished key. Raises Rejected for a refusal."""
-    value = json.loads(bytes(body or b"null"))
+    value = json.loads((body or b"null").decode())
     if code == REJECTED:
         raise Rejected(value["code"], value["message"], value["data"])
     return value
@@ -44,12 +46,12 @@ def encoded(value: Any, what: str) -> bytes:
     """Return a value as JSON; equal values become equal bytes. Raises TypeError if the value is not
     JSON or too large."""
     try:
-        size = refuse_unstorable_json(value)
+        found = storable_json(value, _CANONICAL)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{what} cannot be stored as JSON: {error}. Use ids and texts.") from None
-    if size > (most := conf.get().MAX_STORED_BODY_BYTES):
+    if (size := len(found)) > (most := conf.get().MAX_STORED_BODY_BYTES):
         raise TypeError(
             f"{what} has {size:,} bytes as JSON; at most {most:,} are stored"
             " (MAX_STORED_BODY_BYTES). Store a row, and use its id."
         )
-    return _CANONICAL.encode(value).encode()
+    return found
