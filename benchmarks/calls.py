@@ -1,8 +1,10 @@
-"""Count the Python function calls of a request (``make calls``). The counts have no noise.
+"""Count the Python function calls of a request, and of an operation (``make calls``). The counts
+have no noise.
 
-Each figure is the mean of REQUESTS requests of a signed-in user, after as many to warm up. The
-profile covers the view, not the creation of the request. The file ``calls.json`` has the figures
-of the last change that stored them. A figure that rises by more than 2 % over them is a failure.
+Each figure is the mean of REQUESTS requests, or calls of an operation, of a signed-in user, after
+as many to warm up. The profile covers the view, not the creation of the request. The file
+``calls.json`` has the figures of the last change that stored them. A figure that rises by more than
+2 % over them is a failure.
 """
 
 import argparse
@@ -74,6 +76,7 @@ def _set_up_django(url: str) -> None:
             "django.contrib.auth",
             "django.contrib.sessions",
             "idempotency",
+            "benchmarks",
         ],
     )
     django.setup()
@@ -83,18 +86,51 @@ def _set_up_django(url: str) -> None:
 
 
 def _figures() -> Figures:
+    return _of_views() | _of_operations()
+
+
+def _of_views() -> Figures:
     from benchmarks.call_views import bare, phased, plain
 
     keys = _new_keys()
     for view in (bare, plain, phased):
-        _calls(view, _new_keys())
-    _calls(plain, keys[:1] * REQUESTS)
+        _calls(view, _requests(_new_keys()))
+    _calls(plain, _requests(keys[:1] * REQUESTS))
     return {
-        "bare": _calls(bare, keys),
-        "plain, first": _calls(plain, keys[1:]),
-        "plain, replay": _calls(plain, keys[1:]),
-        "phased, first": _calls(phased, others := _new_keys()),
-        "phased, replay": _calls(phased, others),
+        "bare": _calls(bare, _requests(keys)),
+        "plain, first": _calls(plain, _requests(keys[1:])),
+        "plain, replay": _calls(plain, _requests(keys[1:])),
+        "phased, first": _calls(phased, _requests(others := _new_keys())),
+        "phased, replay": _calls(phased, _requests(others)),
+    }
+
+
+def _of_operations() -> Figures:
+    from django.contrib.auth.models import User
+    from django.db import transaction
+
+    from benchmarks import operations
+
+    user = User(pk=1)
+
+    def bare(key: str) -> None:
+        with transaction.atomic():
+            operations.bare(name=key)
+
+    def plain(key: str) -> None:
+        operations.plain.by(user).once(key, name=key)
+
+    def call(key: str) -> None:
+        operations.call.by(user).once(key, name=key)
+
+    for work in (bare, plain, call):
+        _calls(work, _new_keys())
+    return {
+        "bare function": _calls(bare, _new_keys()),
+        "plain operation, first": _calls(plain, keys := _new_keys()),
+        "plain operation, repeat": _calls(plain, keys),
+        "with a call, first": _calls(call, others := _new_keys()),
+        "with a call, repeat": _calls(call, others),
     }
 
 
@@ -102,15 +138,18 @@ def _new_keys() -> list[str]:
     return [uuid4().hex for _ in range(REQUESTS)]
 
 
-def _calls(view: Callable[[Any], object], keys: Iterable[str]) -> int:
-    """Return the mean number of function calls of a request."""
-    requests = [_request(key) for key in keys]
+def _calls(work: Callable[[Any], object], arguments: list[Any]) -> int:
+    """Return the mean number of function calls of the work with one of the arguments."""
     profile = cProfile.Profile()
     profile.enable()
-    for request in requests:
-        view(request)
+    for argument in arguments:
+        work(argument)
     profile.disable()
-    return round(pstats.Stats(profile).total_calls / len(requests))  # type: ignore[attr-defined]
+    return round(pstats.Stats(profile).total_calls / len(arguments))  # type: ignore[attr-defined]
+
+
+def _requests(keys: Iterable[str]) -> list[Any]:
+    return [_request(key) for key in keys]
 
 
 def _request(key: str) -> Any:
@@ -132,9 +171,9 @@ def main() -> None:
     store = parser.parse_args().store
     stop_in_order()
     measured, stored = measure(), json.loads(STORED.read_text())
-    print(f"{'':16}{'measured':>9}{'stored':>9}")
+    print(f"{'':24}{'measured':>9}{'stored':>9}")
     for name, calls in measured.items():
-        print(f"{name:16}{calls:9}{stored['calls'].get(name, ''):>9}")
+        print(f"{name:24}{calls:9}{stored['calls'].get(name, ''):>9}")
     if store:
         content = {"versions": versions(), "calls": measured}
         STORED.write_text(json.dumps(content, indent=2) + "\n")
