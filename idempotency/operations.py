@@ -38,6 +38,8 @@ from idempotency.exceptions import Rejected
 from idempotency.jobs import refuse_operation, stage_job
 from idempotency.models import StagedJob
 
+__all__ = ["Operation", "Rejected", "at_most_once", "keyed", "operation", "step"]
+
 logger = logging.getLogger("idempotency")
 
 Given = ParamSpec("Given")
@@ -99,9 +101,8 @@ class Operation(Generic[Given, Result]):
         """
         if user.pk is None and not scope:
             raise ValueError(
-                f"The operation {self._definition.name} got a user without an id, whose keys all"
-                " such users would share. Require a signed-in user, or pass scope=, such as"
-                " idempotency.scopes.user_or_session(request)."
+                "A user without an id shares the keys of all such users. Require a signed-in user,"
+                " or pass scope=, such as idempotency.scopes.user_or_session(request)."
             )
         bound: Operation[Given, Result] = object.__new__(type(self))
         vars(bound).update(vars(self))
@@ -201,11 +202,21 @@ def operation(
 ]: ...
 @overload
 def operation(
+    name: str,
+    /,
+    *,
+    after: Step[Given] | Callable[Given, Rejected | None],
+    undo: Callable[Concatenate[Rejected, Given], None] | None = None,
+    retention_hours: Retention = None,
+    lease_seconds: int | None = None,
+    wait_seconds: float = 0,
+    using: str | None = None,
+) -> Callable[[Callable[Given, Result | Rejected]], Operation[Given, Result]]: ...
+@overload
+def operation(
     name: str = "",
     /,
     *,
-    after: Step[Given] | Callable[Given, Rejected | None] | None = None,
-    undo: Callable[Concatenate[Rejected, Given], None] | None = None,
     retention_hours: Retention = None,
     lease_seconds: int | None = None,
     wait_seconds: float = 0,

@@ -12,7 +12,7 @@ import pytest
 from tests.kit.packages import TOOLS, one, run
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ROOT / "tests" / "typing" / "shop.py"
+PROJECTS = sorted((ROOT / "tests" / "typing").glob("*.py"))
 pytestmark = [
     pytest.mark.postgres,
     pytest.mark.full,  # make package runs them
@@ -20,7 +20,10 @@ pytestmark = [
 ]
 
 
-def test_mypy_says_of_a_users_project_what_stands_at_its_lines(built: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.stem)
+def test_mypy_says_of_a_users_project_what_stands_at_its_lines(
+    built: Path, tmp_path: Path, project: Path
+) -> None:
     pytest.importorskip("mypy", reason="make lint installs it")
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
@@ -40,18 +43,18 @@ def test_mypy_says_of_a_users_project_what_stands_at_its_lines(built: Path, tmp_
     # What the wheel needs besides: Django and its stubs, of the environment that the tests run in.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
-    (tmp_path / PROJECT.name).write_text(PROJECT.read_text())
+    (tmp_path / project.name).write_text(project.read_text())
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir",
-         ROOT / ".run" / "mypy-of-a-user", PROJECT.name],
+         ROOT / ".run" / "mypy-of-a-user", project.name],
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     said = {_short(line) for line in done.stdout.splitlines()} - {None}
-    assert said == expected(), done.stdout + done.stderr
+    assert said == expected(project), done.stdout + done.stderr
 
 
-def expected() -> set[tuple[int, str]]:
-    lines = enumerate(PROJECT.read_text().splitlines(), start=1)
+def expected(project: Path) -> set[tuple[int, str]]:
+    lines = enumerate(project.read_text().splitlines(), start=1)
     return {
         (number, found[1]) for number, line in lines if (found := re.search(r"# [RE]: (.*)$", line))
     }

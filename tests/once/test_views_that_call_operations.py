@@ -17,6 +17,7 @@ from pytest_django import Settings
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from idempotency.decorators import idempotent
 from idempotency.exceptions import (
     InProgress,
     InterventionRequired,
@@ -28,6 +29,7 @@ from idempotency.exceptions import (
 )
 from idempotency.http import key_of, not_stored, problems
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
 from tests.kit.serving import Sender, problem
 from tests.models import Account, Entry
 from tests.operations import Bank, note, pay
@@ -256,6 +258,45 @@ def test_atomic_requests_commits_a_refusal_and_rolls_other_errors_back(
     assert sender.send(key=None).status_code == 400
     assert sender.send(key="key-2").status_code == 201
     assert (Entry.objects.count(), IdempotencyKey.objects.count()) == (3, 2)
+
+
+def test_a_protected_view_and_its_operation_have_keys_of_their_own(
+    sender: Sender, serve: Any
+) -> None:
+    @idempotent
+    @problems
+    def view(request: HttpRequest) -> JsonResponse:
+        Entry.objects.create(name="of the view")
+        result = note.by(request.user).once(key_of(request), name="one", **request.GET.dict())
+        return JsonResponse(result, status=201)
+
+    serve(view=view)
+    for url, status, entries in (("/view/", 201, 2), ("/view/?fails=returns", 422, 4)):
+        for _ in range(2):
+            assert sender.send(url, key=url).status_code == status
+            assert Entry.objects.count() == entries
+    assert IdempotencyKey.objects.count() == 4
+
+
+def test_a_phased_operation_runs_between_the_phases_of_a_view(
+    sender: Sender, serve: Any, bank: Bank
+) -> None:
+    @idempotent(recovery_points=["paid"])
+    def view(request: Any) -> HttpResponseBase:
+        key = request.idempotency_key
+        for point in key.phases():
+            result = pay.by(request.user).once(key_of(request), name="one", cents=5)
+            with atomic_phase(key) as phase:
+                if point == "started":
+                    phase.set_recovery_point("paid")
+                else:
+                    phase.set_response(JsonResponse(result, status=201))
+        response: HttpResponseBase = key.response()
+        return response
+
+    serve(view=view)
+    assert [sender.send().status_code for _ in range(2)] == [201, 201]
+    assert (bank.requests, Account.objects.count(), IdempotencyKey.objects.count()) == (1, 1, 2)
 
 
 def info_of(request: Any, *parts: str | int, context: Any = None) -> Any:
