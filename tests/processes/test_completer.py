@@ -205,6 +205,8 @@ def test_a_late_retry_runs_what_only_the_completer_cannot_run(
         "view_missing",
         "user_missing",
         "body_not_kept",
+        "operation_missing",
+        "arguments_changed",
     }
     sender.send()
     shop.broken = False
