@@ -21,13 +21,9 @@ def error_text(error: BaseException, *, withheld: bool = False) -> str:
             return f"{type(error).__name__}: {error}"
         except Exception as failure:  # The __str__ of a user's exception may fail.
             return f"{type(error).__name__}, whose message raises {type(failure).__name__}"
-    *_, place = [
-        "nowhere",
-        *(
-            f"{frame.f_globals.get('__name__')}:{line}"
-            for frame, line in walk_tb(error.__traceback__)
-        ),
-    ]
+    place = "nowhere"
+    for frame, line in walk_tb(error.__traceback__):
+        place = f"{frame.f_globals.get('__name__')}:{line}"
     return f"{type(error).__name__} in {place}"
 
 

@@ -159,12 +159,9 @@ def _may_be_read(request: HttpRequest) -> bool:
 
 def _fits_in_memory(request: HttpRequest) -> bool:
     """Return whether Django would keep the whole body and each of its files in memory."""
-    of_body = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
-    most = (
-        settings.FILE_UPLOAD_MAX_MEMORY_SIZE
-        if of_body is None
-        else min(of_body, settings.FILE_UPLOAD_MAX_MEMORY_SIZE)
-    )
+    most, of_body = settings.FILE_UPLOAD_MAX_MEMORY_SIZE, settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    if of_body is not None:
+        most = min(of_body, most)
     return 0 < content_length(request) <= most
 
 

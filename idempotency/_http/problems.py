@@ -27,9 +27,9 @@ from idempotency.exceptions import (
 
 #: The codes of Unavailable that are codes of problems.
 _UNAVAILABLE = (
-    *("conflict", "database_unavailable", "time_limit_exceeded"),
-    *("not_replicated", "unknown_recovery_point"),
-)
+    "conflict", "database_unavailable", "time_limit_exceeded", "not_replicated",
+    "unknown_recovery_point",
+)  # fmt: skip
 #: The exceptions of the run of a view that have an error response.
 REFUSALS = (InProgress, KeyReused, InterventionRequired, Unavailable)
 

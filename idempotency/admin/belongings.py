@@ -204,11 +204,9 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
     for call in calls[:MAX_LINKED]:
         result = first_line_of(str(call.result)) if visible else gettext(NOT_VISIBLE)
         unknown = call.recorded_at is None
-        text = (
-            gettext("begun %(ago)s, result unknown")
-            if unknown
-            else gettext("begun %(ago)s, result %(result)s")
-        )
+        text = gettext("begun %(ago)s, result %(result)s")
+        if unknown:
+            text = gettext("begun %(ago)s, result unknown")
         state = text % {"ago": _ago(call.started_at, key.read_at), "result": result}
         rows.append(
             Row(call.name, admin_url(site, request, DownstreamCall, call.pk), state, unknown)

@@ -131,11 +131,9 @@ class Work:
         reasons = self.left | (missing or {})
         left = [f"{count} {gettext(reason)}" for reason, count in reasons.items() if count > 0]
         done = str(action.done % {"count": self.done})
-        return (
-            f"{done} {gettext('Not changed: %(reasons)s.') % {'reasons': '; '.join(left)}}"
-            if left
-            else done
-        )
+        if not left:
+            return done
+        return f"{done} {gettext('Not changed: %(reasons)s.') % {'reasons': '; '.join(left)}}"
 
 
 def in_order(action: BulkAction, rows: QuerySet[Any], work: Work | None = None) -> QuerySet[Any]:
@@ -183,8 +181,5 @@ def work_on(
 
 def _changed(action: BulkAction, row: Any, work: Work) -> str:
     as_of = work.read_at
-    return (
-        CHANGED
-        if as_of is None or any(at is not None and at > as_of for at in action.changed_at(row))
-        else ""
-    )
+    times = [at for at in action.changed_at(row) if at is not None]
+    return CHANGED if as_of is None or any(at > as_of for at in times) else ""

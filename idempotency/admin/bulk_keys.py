@@ -17,9 +17,9 @@ from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 
 _COLUMNS = (
-    *("pk", "claim_token", "recovery_point", "stuck_code", "created_at", "last_run_at"),
-    *("stuck_at", "handed_back_at", "acknowledged_at"),
-)
+    "pk", "claim_token", "recovery_point", "stuck_code", "created_at", "last_run_at", "stuck_at",
+    "handed_back_at", "acknowledged_at",
+)  # fmt: skip
 _OWN_CODE = _("Your views raise this code. First do what the reasons of these keys say.")
 
 
@@ -83,22 +83,16 @@ class HandBack(_OfKeys):
     def why_not(self, row: Any) -> str:
         if row.state == KeyState.IN_FLIGHT:
             return RUNNING
-        return (
-            gettext_noop("stuck in on_abandon (answer them instead)")
-            if row.stuck_code == StuckCode.ON_ABANDON
-            else ""
-        )
+        is_in_it = row.stuck_code == StuckCode.ON_ABANDON
+        return gettext_noop("stuck in on_abandon (answer them instead)") if is_in_it else ""
 
     def meant(self, label: str, row: Any) -> Group:
         if not row.stuck_code:
             return Group(label, gettext("The completer runs them in its next pass."))
         if (found := STUCK_CODES.get(row.stuck_code)) is None:
             return Group(label, str(_OWN_CODE))
-        instead = (
-            gettext("Answer these keys instead of completing them.")
-            if found.needs_an_answer
-            else ""
-        )
+        text = gettext("Answer these keys instead of completing them.")
+        instead = text if found.needs_an_answer else ""
         return Group(label, f"{instead} {found.cure}".strip(), found.needs_an_answer)
 
 

@@ -18,18 +18,10 @@ MAX_ROWS = 20_000
 #: kilobytes.
 MAX_CHARACTERS = 500
 _COLUMNS = (
-    *(
-        "id",
-        "created_at",
-        "state",
-        "request_method",
-        "request_path",
-        "response_code",
-        "recovery_point",
-        "attempts",
-    ),
-    *("stuck_code", "stuck_reason", "last_error", "user_id", "scope", "idempotency_key"),
-)
+    "id", "created_at", "state", "request_method", "request_path", "response_code",
+    "recovery_point", "attempts", "stuck_code", "stuck_reason", "last_error", "user_id", "scope",
+    "idempotency_key",
+)  # fmt: skip
 _LONG_COLUMNS = ("request_path", "stuck_reason", "last_error")
 #: A spreadsheet interprets a text that begins with one of these signs as a formula, also in full
 #: width. It may split a cell at another separator than the comma, such as the semicolon in Germany.

@@ -63,11 +63,8 @@ def newest(rows: QuerySet[Any], count: int, by: str = "created_at") -> QuerySet[
 
 def row_id(term: str) -> int | None:
     """Return ``term`` as the id of a row; None if it is not a possible id."""
-    return (
-        int(term)
-        if term.isdecimal() and len(term) <= len(str(_BIGGEST_ID)) and int(term) <= _BIGGEST_ID
-        else None
-    )
+    is_short = term.isdecimal() and len(term) <= len(str(_BIGGEST_ID))
+    return int(term) if is_short and int(term) <= _BIGGEST_ID else None
 
 
 class StateFilter(admin.SimpleListFilter):

@@ -20,14 +20,9 @@ LOST = "lost"
 #: Events that end a run from outside: a person, the completer, the reaper, a retry or the watchdog
 #: of a loop writes them.
 _OTHER_ENDS = (
-    *(
-        HistoryEvent.ANSWERED,
-        HistoryEvent.HANDED_BACK,
-        HistoryEvent.LOCK_RELEASED,
-        HistoryEvent.STUCK,
-    ),
-    HistoryEvent.HUNG,
-)
+    HistoryEvent.ANSWERED, HistoryEvent.HANDED_BACK, HistoryEvent.LOCK_RELEASED,
+    HistoryEvent.STUCK, HistoryEvent.HUNG,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,8 +171,5 @@ def _mark_of(event: Event) -> str:
 def _label_of(event: Event) -> str:
     """Return the name of a recovery point or a call; for the last event of a run, the label of the
     event."""
-    return (
-        event.detail
-        if event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN)
-        else event.label
-    )
+    has_name = event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN)
+    return event.detail if has_name else event.label

@@ -19,22 +19,11 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState, due_at
 from idempotency._text import cut
-from idempotency.admin import dashboard, recovery_points
+from idempotency.admin import dashboard, filters, recovery_points
 from idempotency.admin.bulk_keys import Acknowledge, HandBack
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
 from idempotency.admin.export import csv_of
-from idempotency.admin.filters import (
-    AgeFilter,
-    ErrorGroupFilter,
-    MineFilter,
-    PathFilter,
-    RecoveryPointFilter,
-    RequestGroupFilter,
-    StateFilter,
-    StatusFilter,
-    StuckCodeFilter,
-)
 from idempotency.admin.key_views import KeyPageAdmin
 from idempotency.admin.reading import first_line_of
 from idempotency.admin.refusals import refused
@@ -58,29 +47,14 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     """The list of keys with its actions, and the dashboard."""
 
     list_display = (
-        "id",
-        "request_line",
-        "state",
-        "status",
-        "progress",
-        "age",
-        "attempts",
-        "trouble",
-        "sender",
-    )
+        "id", "request_line", "state", "status", "progress", "age", "attempts", "trouble", "sender",
+    )  # fmt: skip
+    # The last two read the keys that the other filters select.
     list_filter = (
-        *(
-            StateFilter,
-            AgeFilter,
-            StuckCodeFilter,
-            RecoveryPointFilter,
-            PathFilter,
-            StatusFilter,
-            MineFilter,
-        ),
-        # Last, because they read the keys that the other filters select.
-        *(RequestGroupFilter, ErrorGroupFilter),
-    )
+        filters.StateFilter, filters.AgeFilter, filters.StuckCodeFilter,
+        filters.RecoveryPointFilter, filters.PathFilter, filters.StatusFilter, filters.MineFilter,
+        filters.RequestGroupFilter, filters.ErrorGroupFilter,
+    )  # fmt: skip
     sortable_by = ("age",)
     bulk = (HandBack(), Acknowledge())
     ordering = ("-created_at",)
@@ -190,11 +164,9 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             )
             title = gettext("Keys with the same error")
             line = format_html('<a href="{}?{}" title="{}">{}</a>', page, query, title, line)
-        return (
-            format_html("<strong>{}</strong><br>{}", key.stuck_code, line)
-            if key.stuck_code
-            else line
-        )
+        if not key.stuck_code:
+            return line
+        return format_html("<strong>{}</strong><br>{}", key.stuck_code, line)
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show the dashboard."""

@@ -30,11 +30,8 @@ def refused(model_admin: Any, request: HttpRequest, permission: str = "") -> Htt
     found = Permission.objects.filter(
         content_type__app_label=app_label, codename=permission
     ).first()
-    groups = (
-        found.group_set.order_by("name").values_list("name", flat=True)[:MAX_GROUPS]
-        if found
-        else ()
-    )
+    names = found.group_set.order_by("name").values_list("name", flat=True) if found else ()
+    groups = names[:MAX_GROUPS]
     context: dict[str, Any] = {
         "title": gettext("Not allowed"),
         "permission": f"{app_label}.{permission}",

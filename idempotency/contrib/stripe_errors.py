@@ -24,13 +24,9 @@ def render(
     Source: the errors of Stripe's API, and the header ``Stripe-Should-Retry`` that its official
     clients follow.
     """
-    kind = (
-        "api_error"
-        if status >= 500
-        else "idempotency_error"
-        if code.startswith("key_")
-        else "invalid_request_error"
-    )
+    kind = "idempotency_error" if code.startswith("key_") else "invalid_request_error"
+    if status >= 500:
+        kind = "api_error"
     error = {"type": kind, "code": _CODES.get(code, code), "message": f"{title}. {detail}"}
     return JsonResponse(
         {"error": error},

@@ -91,11 +91,8 @@ class Run:
         data stays."""
         self.dead = True
         for connection in _open_connections():
-            pid = (
-                connection.connection.info.backend_pid
-                if connection.vendor == "postgresql"
-                else None
-            )
+            is_postgresql = connection.vendor == "postgresql"
+            pid = connection.connection.info.backend_pid if is_postgresql else None
             self.cut.append((connection, connection.connection, pid))
             _cut(connection)
         raise Died

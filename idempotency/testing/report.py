@@ -18,11 +18,8 @@ class DoesNotSurvive(AssertionError):
             groups.setdefault((failure.cause, failure.cure), []).append(failure)
         parts = []
         for number, same in enumerate(groups.values(), 1):
-            more = (
-                f"\n   The same in {len(same) - 1} other courses of events."
-                if len(same) > 1
-                else ""
-            )
+            text = f"\n   The same in {len(same) - 1} other courses of events."
+            more = text if len(same) > 1 else ""
             parts.append(f"{number}. {same[0]}{more}")
         super().__init__("\n".join(["The request does not survive.", *parts]))
 
