@@ -30,7 +30,7 @@ class IdempotencyConfig(AppConfig):
         adapter.register(adapter.HTTP, HttpAdapter())
         adapter.register(METHOD, OperationAdapter())
         request_started.connect(
-            atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests"
+            atomic_requests.exclude_protected_views, dispatch_uid="idempotency.atomic_requests"
         )
         autodiscover_modules("operations")
         if "celery" in sys.modules:  # Its workers must know the task of staged operations.

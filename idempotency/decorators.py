@@ -12,11 +12,11 @@ from django.http import HttpRequest, HttpResponseBase
 
 from idempotency._async import in_thread
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._http.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
-from idempotency._http.entry import answer_request
+from idempotency._http.atomic_requests import EVERY_ALIAS, suspend_atomic_requests
+from idempotency._http.entry import respond
 from idempotency._http.options import Options
 from idempotency._http.responses import SAFE_METHODS
-from idempotency._http.view import OUTSIDE, Call, View
+from idempotency._http.view import MUST_BE_INSIDE, Call, View
 
 AnyView = TypeVar("AnyView", bound=View)
 Given = ParamSpec("Given")
@@ -125,11 +125,11 @@ def _protected(view: View, options: Options) -> View:
     if hasattr(view, "cls") or (
         hasattr(view, "login_url") and hasattr(view, "redirect_field_name")
     ):
-        raise TypeError(f"{getattr(view, '__name__', view)}" + OUTSIDE)
+        raise TypeError(f"{getattr(view, '__name__', view)}" + MUST_BE_INSIDE)
     owner: Any = getattr(view, "__self__", None)
     if type(owner).__module__.startswith("ninja."):
         name = owner.view_func.__name__
-        raise TypeError(f"{name}{OUTSIDE} Use idempotency.contrib.ninja.idempotent.")
+        raise TypeError(f"{name}{MUST_BE_INSIDE} Use idempotency.contrib.ninja.idempotent.")
 
     @wraps(view)
     def protected(*args: Any, **kwargs: Any) -> Any:
@@ -138,8 +138,8 @@ def _protected(view: View, options: Options) -> View:
         if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
             # Such a dispatch() is a plain function that returns an awaitable.
             return protected_async(*call.args, **call.kwargs)
-        with outside_of_atomic_requests(call.request, options):
-            return call.returned(answer_request(call, options))
+        with suspend_atomic_requests(call.request, options):
+            return call.returned(respond(call, options))
 
     @wraps(view)
     async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:
@@ -151,10 +151,10 @@ def _protected(view: View, options: Options) -> View:
         # The transaction belongs to the thread of the request. That thread runs the view on the
         # event loop.
         if options.recovery_points is None:
-            return call.returned(await sync_to_async(answer_request)(call, options))
+            return call.returned(await sync_to_async(respond)(call, options))
         # A client that hangs up rolls a plain view back. A phased view may be in a call, so it goes
         # on, as under WSGI.
-        return call.returned(await in_thread(answer_request, call, options))
+        return call.returned(await in_thread(respond, call, options))
 
     made: View = protected_async if iscoroutinefunction(view) else protected
     made.idempotency = options  # type: ignore[attr-defined]

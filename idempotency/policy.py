@@ -15,9 +15,9 @@ from django.urls import get_resolver
 
 from idempotency import conf
 from idempotency._http.options import Options
-from idempotency._http.outside import wrapped
 from idempotency._http.routes import METHODS, class_of, every_view, options_of
 from idempotency._http.view import View
+from idempotency._http.wrappers import wrapped
 from idempotency._operations.definition import registered
 
 #: The methods whose options are read. GET is included to find protected views with safe methods

@@ -34,7 +34,7 @@ class _EveryAlias(set[str]):
 EVERY_ALIAS = _EveryAlias()
 
 
-def leave_out_protected_views(**kwargs: Any) -> None:
+def exclude_protected_views(**kwargs: Any) -> None:
     """Exclude each protected view from ATOMIC_REQUESTS, at the first request after the URLs have
     changed. All methods of a view are excluded, also unprotected ones, because Django knows only
     the callback."""
@@ -42,9 +42,7 @@ def leave_out_protected_views(**kwargs: Any) -> None:
         _mark(get_resolver(get_urlconf()))
 
 
-def outside_of_atomic_requests(
-    request: HttpRequest, options: Options
-) -> AbstractContextManager[None]:
+def suspend_atomic_requests(request: HttpRequest, options: Options) -> AbstractContextManager[None]:
     """Run the block outside the transactions of ATOMIC_REQUESTS, for a view that was not marked in
     time. Such a view is in a URLconf that a middleware chose, and is found after Django opened its
     transactions. These contain earlier work such as authentication. They are committed, and opened

@@ -38,7 +38,7 @@ _TIME_LIMIT = (
 )
 
 
-def answer_request(call: Call, options: Options) -> HttpResponseBase:
+def respond(call: Call, options: Options) -> HttpResponseBase:
     """Return the response to one request. A Problem becomes its error response."""
     request = call.request
     outer = outer_run(request)
@@ -50,13 +50,13 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
         if outer is None and (rebuilt := rebuilt_run_of(request)) is not None:
             return _run_rebuilt(call, options, rebuilt)
         bodies.note_stream(request)
-        if call.seen_request is not request:
+        if call.view_request is not request:
             bodies.read_into_memory(request)
         if not _applies(call, options):
             return _unprotected(call)
         if outer is not None and join(outer, call, options):
             return call()  # type: ignore[no-any-return]
-        key = key_header.key_of(request, call.seen_request, options.key_from)
+        key = key_header.key_of(request, call.view_request, options.key_from)
         if key is not None:
             return _run_with_signal(call, options, key)
         if options.required:
@@ -74,7 +74,7 @@ def _applies(call: Call, options: Options) -> bool:
     exception of the view."""
     if options.applies is None:
         return True
-    answer = options.applies(call.seen_request)
+    answer = options.applies(call.view_request)
     if not isinstance(answer, bool):
         raise TypeError(
             f"The function applies of the view {call.name} must return True or False, not"
@@ -84,7 +84,7 @@ def _applies(call: Call, options: Options) -> bool:
 
 
 def _refusal(call: Call, options: Options) -> HttpResponseBase | None:
-    return options.validate(call.seen_request) if options.validate is not None else None
+    return options.validate(call.view_request) if options.validate is not None else None
 
 
 def _unprotected(call: Call) -> HttpResponseBase:
@@ -109,9 +109,9 @@ def _run_rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpRespo
 def _run(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     """Run a protected request. Raises Problem for what refuses the run, and for the loss of the
     database or of its standby."""
-    using, framework = options.alias(call.request), call.seen_request is not call.request
+    using, framework = options.alias(call.request), call.view_request is not call.request
     try:
-        if not (scope := scopes.scope_of(call.seen_request, options.scope)):
+        if not (scope := scopes.scope_of(call.view_request, options.scope)):
             raise Problem("scope_missing")
         if (refusal := _refusal(call, options)) is not None:
             return refusal

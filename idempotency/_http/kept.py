@@ -113,7 +113,7 @@ def kept_values(request: HttpRequest, names: Sequence[str], view: str) -> Hidden
     return kept
 
 
-def give_back(request: HttpRequest, kept: Kept, key: IdempotencyKey) -> None:
+def set_kept_values(request: HttpRequest, kept: Kept, key: IdempotencyKey) -> None:
     """Set the session and the attributes of a rebuilt request, and all values by their names as
     ``idempotency_kept``."""
     session, attributes = kept.get("session"), kept.get("request", {})

@@ -30,13 +30,13 @@ _QUOTED = re.compile(
 _BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x7e]+")
 
 
-def key_of(request: HttpRequest, seen_request: Any, key_from: KeyFrom | None) -> Hidden[str] | None:
-    """Return the key of the request, or None. A ``key_from`` function gets ``seen_request``, the
+def key_of(request: HttpRequest, view_request: Any, key_from: KeyFrom | None) -> Hidden[str] | None:
+    """Return the key of the request, or None. A ``key_from`` function gets ``view_request``, the
     request of the view. Raises Problem ``key_invalid`` for an invalid key or two different ones."""
     limits = conf.get()
     found = Hidden(_in_headers(request))
     if key_from is not None:
-        found.value |= _elsewhere(request, seen_request, key_from)
+        found.value |= _elsewhere(request, view_request, key_from)
     if not found.value:
         return None
     if len(found.value) > 1:
@@ -94,9 +94,9 @@ def refuse_key_from(key_from: object) -> None:
         )
 
 
-def _elsewhere(request: HttpRequest, seen_request: Any, key_from: KeyFrom) -> set[str]:
+def _elsewhere(request: HttpRequest, view_request: Any, key_from: KeyFrom) -> set[str]:
     if callable(key_from):
-        value = key_from(seen_request)
+        value = key_from(view_request)
         return _checked([value], "The key") if value is not None else set()
     place, _, name = key_from.partition(":")
     if place == "form":

@@ -105,7 +105,7 @@ def _refused(outer: ViewRun, call: Call, how: str) -> RuntimeError:
 def _key_of(outer: ViewRun, call: Call, options: Options) -> Hidden[str] | None:
     if call.request is outer.call.request and options.key_from == outer.options.key_from:
         return Hidden(outer.key.idempotency_key)
-    key = key_header.key_of(call.request, call.seen_request, options.key_from)
+    key = key_header.key_of(call.request, call.view_request, options.key_from)
     if key is None and outer.run.work.by_completer and vars(call.request).get(_RUN) is outer:
         # The rebuilt request has no header, and neither has a copy of it.
         return Hidden(outer.key.idempotency_key)
@@ -140,6 +140,6 @@ def _has_scope(outer: ViewRun, call: Call, options: Options) -> bool:
         call.request is outer.call.request or by_completer
     ):
         return True
-    found = scopes.scope_of(call.seen_request, options.scope)
+    found = scopes.scope_of(call.view_request, options.scope)
     # Data from which a scope is read may be missing in the rebuilt request.
     return found == outer.key.scope or (by_completer and not found)

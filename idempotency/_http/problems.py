@@ -138,8 +138,7 @@ RENDERED_FROM = ("request", "status", "code", "title", "detail", "retryable", "h
 
 
 class Problem(Exception):
-    """An error response of this app; ``entry.answer_request`` catches it and returns its
-    response."""
+    """An error response of this app; ``entry.respond`` catches it and returns its response."""
 
     def __init__(
         self, code: str, kind: _Kind | None = None, *, data: Any = None, **given: Any

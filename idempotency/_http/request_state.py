@@ -44,7 +44,7 @@ class RequestState:
         self._by_reference: list[str] = []
         #: The parsers of a framework use these in each attempt, and they may count.
         self._handlers = [copy(handler) for handler in self._attributes.get("_upload_handlers", ())]
-        seen = None if call.seen_request is call.request else call.seen_request
+        seen = None if call.view_request is call.request else call.view_request
         holders: list[tuple[Any, Sequence[str]]] = [
             (self._attributes.get("session"), ("_session_cache",)),
             (self._attributes.get("_messages"), ("_queued_messages",)),

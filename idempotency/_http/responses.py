@@ -155,13 +155,13 @@ def stored_response(key: IdempotencyKey) -> HttpResponse:
     return response
 
 
-def answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
+def response_to(error: Exception, call: Call) -> HttpResponseBase | None:
     """Return the response of the framework to an exception, or that of Django if it is stored.
     Return None to raise the exception: the hooks of the framework or Django have then not run, or
     do not run again."""
     if isinstance(error, Error | IdempotencyError | Problem):
         return None
-    if (answer := call.answer_to(error)) is not None:
+    if (answer := call.response_to(error)) is not None:
         return answer
     return response_for_exception(call.request, error) if _is_stored(status_of(error)) else None
 

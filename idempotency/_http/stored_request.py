@@ -28,7 +28,7 @@ from idempotency._hidden import Hidden
 from idempotency._http import fingerprint as fingerprints
 from idempotency._http.bodies import FORM, body_to_store, parse
 from idempotency._http.credentials import without_credentials
-from idempotency._http.kept import give_back, kept_values
+from idempotency._http.kept import kept_values, set_kept_values
 from idempotency._http.key_header import header, in_meta
 from idempotency._http.options import Options
 from idempotency._text import printable
@@ -211,7 +211,7 @@ def rebuild(key: IdempotencyKey) -> HttpRequest:
     request.auser = sync_to_async(partial(_loaded_user, request))
     if urlconf := urlconf_of(key):
         request.urlconf = urlconf
-    give_back(request, json.loads(key.request_headers.get(_KEPT, "{}")), key)
+    set_kept_values(request, json.loads(key.request_headers.get(_KEPT, "{}")), key)
     return request
 
 

@@ -21,7 +21,7 @@ View = Callable[..., Any]
 #: The mark of a response that the view of Django REST framework has finalized.
 _FINALIZED = "idempotency_finalized"
 
-OUTSIDE = (
+MUST_BE_INSIDE = (
     " is decorated with @idempotent outside authentication and permissions, so anybody could get a"
     " stored response. Apply it inside them: on the function itself, or on the handler of the class"
     " (post(), create(), ...)."
@@ -35,7 +35,7 @@ class Call:
     kwargs: dict[str, Any]
     request: HttpRequest
     #: The request that the view gets: Django REST framework wraps the request of Django.
-    seen_request: Any
+    view_request: Any
     #: The instance of a class-based view, which serves only this request, or None.
     owner: Any
 
@@ -50,11 +50,15 @@ class Call:
                 if not isinstance(owner, BaseView):
                     owner = None  # another object may serve other requests too
                 if hasattr(owner, "initialize_request"):
-                    raise RuntimeError("dispatch() of a Django REST framework view" + OUTSIDE)
+                    raise RuntimeError(
+                        "dispatch() of a Django REST framework view" + MUST_BE_INSIDE
+                    )
                 is_dispatch = owner is not None and getattr(view, "__name__", "") == "dispatch"
                 if is_dispatch and access_is_checked_inside(type(owner)):
                     name = f"dispatch() of {type(owner).__name__}"
-                    raise RuntimeError(f"{name}, which checks access in this method,{OUTSIDE}")
+                    raise RuntimeError(
+                        f"{name}, which checks access in this method,{MUST_BE_INSIDE}"
+                    )
                 return cls(view, args, kwargs, seen, seen, owner)
             inner = getattr(seen, "_request", None)
             if hasattr(seen, "parser_context") and isinstance(inner, HttpRequest):
@@ -87,20 +91,20 @@ class Call:
         finally:
             current_key.reset(token)
 
-    def answer_to(self, error: Exception) -> HttpResponseBase | None:
+    def response_to(self, error: Exception) -> HttpResponseBase | None:
         """Return the response of the view's framework to an exception, or None if the exception
         must be raised. Django REST framework handles it in the view; other frameworks set
-        ``answer_to(request, error)`` on the decorated view."""
+        ``response_to(request, error)`` on the decorated view."""
         try:
-            if (own := getattr(self.view, "answer_to", None)) is not None:
+            if (own := getattr(self.view, "response_to", None)) is not None:
                 return self.rendered(own(self.request, error))
-            if self.seen_request is self.request:
+            if self.view_request is self.request:
                 return None
             with _kept_from_rollback():
                 return self.rendered(self.owner.handle_exception(error))
         except Exception as raised:
             # It raises exceptions that it does not handle, or another exception.
-            if self.seen_request is not self.request:
+            if self.view_request is not self.request:
                 self._replace_hook_once("handle_exception", error, partial(_raise, raised))
             return None
 
@@ -124,9 +128,9 @@ class Call:
 
     def rendered(self, response: Any) -> HttpResponseBase:
         """Return the rendered response, so that rendering errors occur before COMMIT."""
-        if self.seen_request is not self.request and not getattr(response, _FINALIZED, False):
+        if self.view_request is not self.request and not getattr(response, _FINALIZED, False):
             response = self.owner.finalize_response(
-                self.seen_request, response, *self.owner.args, **self.owner.kwargs
+                self.view_request, response, *self.owner.args, **self.owner.kwargs
             )
             setattr(response, _FINALIZED, True)
         if not isinstance(response, HttpResponseBase):

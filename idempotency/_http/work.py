@@ -80,7 +80,7 @@ class ViewWork:
         return self._outcome(self._call.rendered(value))
 
     def outcome_of(self, error: Exception) -> Outcome | None:
-        if (answer := responses.answer_to(error, self._call)) is not None:
+        if (answer := responses.response_to(error, self._call)) is not None:
             return self._outcome(answer, error)
         return self.refusal_of(error)
 

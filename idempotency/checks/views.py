@@ -18,9 +18,9 @@ from django.db.transaction import Atomic
 from idempotency import conf, scopes
 from idempotency._engine.aliases import share_tables
 from idempotency._engine.several_databases import atomic_aliases
-from idempotency._http.outside import foreign_dispatches, handlers, outside, wrapped
 from idempotency._http.routes import class_of, options_of
 from idempotency._http.view import View, access_is_checked_inside
+from idempotency._http.wrappers import decorators_outside, dispatches_of_project, handlers, wrapped
 from idempotency.checks import error, warning
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, views_to_check
@@ -141,7 +141,7 @@ def _decorator_warnings(view: Protected) -> Iterator[CheckMessage]:
             "Remove it. Or lower RETENTION_HOURS, and set retention_hours for each view that"
             " needs a longer time. Existing keys keep their retention.",
         )
-    if view.methods and (found := foreign_dispatches(view.callback)):
+    if view.methods and (found := dispatches_of_project(view.callback)):
         yield warning(
             "idempotency.W012",
             f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and"
@@ -252,7 +252,7 @@ def _other_databases(view: Protected) -> set[str]:
 
 
 def _atomic_blocks(views: Iterable[View]) -> Iterator[Atomic]:
-    for layer in (layer for view in views for layer in outside(view)):
+    for layer in (layer for view in views for layer in decorators_outside(view)):
         if isfunction(layer) and layer.__globals__["__name__"] == "contextlib":
             block = getclosurevars(layer).nonlocals.get("self")
             if isinstance(block, Atomic):
@@ -262,7 +262,7 @@ def _atomic_blocks(views: Iterable[View]) -> Iterator[Atomic]:
 def _has_no_sender(callback: View) -> bool:
     """Return whether all decorators and middleware belong to Django or this app, and no middleware
     sets users or sessions."""
-    layers = (callback, *outside(callback))
+    layers = (callback, *decorators_outside(callback))
     names = [layer.__globals__["__name__"] if isfunction(layer) else "" for layer in layers]
     roots = {name.partition(".")[0] for name in [*names, *settings.MIDDLEWARE]}
     known = roots <= {"django", "idempotency"}

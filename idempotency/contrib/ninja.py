@@ -124,7 +124,7 @@ def _responding(operation: Operation, view_func: Run) -> Run:
             request, await view_func(request, **copies.value), response
         )
 
-    def answer_to(request: HttpRequest, error: Exception) -> HttpResponseBase:
+    def response_to(request: HttpRequest, error: Exception) -> HttpResponseBase:
         try:
             return operation.api.on_exception(request, error)
         except Exception as raised:
@@ -132,7 +132,7 @@ def _responding(operation: Operation, view_func: Run) -> Run:
             raise
 
     inner = wraps(view_func)(respond_async if operation.is_async else respond)
-    inner.answer_to = answer_to  # type: ignore[attr-defined]
+    inner.response_to = response_to  # type: ignore[attr-defined]
     return inner
 
 

@@ -637,7 +637,7 @@ def test_an_error_that_the_handler_of_a_framework_fails_at_is_left_to_django(
     def broken(request: HttpRequest, error: Exception) -> HttpResponse:
         raise RuntimeError("no handler")
 
-    missing.answer_to = broken  # type: ignore[attr-defined]
+    missing.response_to = broken  # type: ignore[attr-defined]
     serve(view=plain(missing))
     assert [sender.send().status_code for _ in range(2)] == [404, 404]
     assert sender.send()["Idempotent-Replayed"] == "true"

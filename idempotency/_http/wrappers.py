@@ -25,7 +25,7 @@ def wrapped(view: View) -> Iterator[View]:
         layer = getattr(layer, "__wrapped__", None)
 
 
-def outside(view: View) -> Iterator[View]:
+def decorators_outside(view: View) -> Iterator[View]:
     """Yield the decorators outside ``@idempotent``, or all decorators of an unprotected view, the
     outermost first."""
     for layer in wrapped(view):
@@ -45,7 +45,7 @@ def handlers(callback: View, *methods: str) -> Iterator[View]:
             yield handler
 
 
-def foreign_dispatches(callback: View) -> list[str]:
+def dispatches_of_project(callback: View) -> list[str]:
     """Return the dotted paths of the methods ``dispatch()`` outside ``@idempotent`` that are not of
     a framework."""
     attributes = map(vars, getattr(class_of(callback), "__mro__", ()))
