@@ -18,8 +18,10 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency import interventions
 from idempotency._engine.outer_transactions import in_outer_transaction
+from idempotency._operations.definition import METHOD
 from idempotency._states import KeyState
 from idempotency.admin.answering import AnswerFields
+from idempotency.admin.operations import OperationAnswerFields
 from idempotency.admin.stuck_codes import LAST_CALL
 from idempotency.exceptions import NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
@@ -69,6 +71,10 @@ class AnswerForm(AnswerFields, PressForm):
     """The form of the button "Answer": the response that each retry of the client gets."""
 
 
+class OperationAnswerForm(OperationAnswerFields, PressForm):
+    """The form of the button "Answer" for an operation: its result, or its refusal."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Button:
     """An intervention that the admin offers as a button."""
@@ -79,6 +85,13 @@ class Button:
     possible: Callable[[Any], bool]
     press: Callable[[IdempotencyKey, dict[str, Any], str, str], Result]
     form: type[PressForm] = PressForm
+    #: The form for the key of an operation, if it is another one.
+    operation_form: type[PressForm] | None = None
+
+    def form_for(self, key: IdempotencyKey) -> type[PressForm]:
+        """Return the form for a key."""
+        is_operation = key.request_method == METHOD
+        return (self.operation_form if is_operation else None) or self.form
 
 
 def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
@@ -97,17 +110,17 @@ def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) ->
         case "finished":
             return (
                 messages.SUCCESS,
-                _("The request was completed: its response is stored."),
+                _("It was completed: its response or result is stored."),
                 "Completed.",
             )
         case "stuck":
             return (
                 messages.ERROR,
-                _("The request was run, and is stuck again: see the reason."),
+                _("It was run, and is stuck again: see the reason."),
                 "Run; it is stuck again.",
             )
         case "failed":
-            text = _("The request was not finished: see its last error. The completer tries again.")
+            text = _("It is not finished: see its last error. The completer tries again.")
             return messages.ERROR, text, "Not finished."
     text = _("The key was handed back, and another process is running it now.")
     return messages.WARNING, text, "Handed back to the completer."
@@ -126,29 +139,24 @@ def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> 
 
 
 def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    response = sent["response"]
     seen = {"at": sent["at"], "calls": sent["calls"]}
+    logged, text = f"Answered with {sent['told']}.", gettext("Answered. Each retry gets this.")
+    if key.request_method != METHOD:
+        text = gettext(
+            "Answered with status %(status)s. Each retry of the client gets this response."
+        ) % {"status": sent["status"]}
     try:
         if not interventions.answer(
-            key.pk, sent["seen"], response, by=by, note=sent["note"], using=using, **seen
+            key.pk, sent["seen"], sent["response"], by=by, note=sent["note"], using=using, **seen
         ):
             return messages.WARNING, TOO_LATE, ""
     except NotReplicated:
         text = gettext(
-            "The answer is stored, but no standby has confirmed it. Until one does, retries of the"
-            " client get 503."
+            "The answer is stored, but no standby has confirmed it. Until one does, retries are"
+            " refused."
         )
-        return (
-            messages.WARNING,
-            text,
-            f"Answered with status {response.status_code}, not confirmed by a standby.",
-        )
-    text = gettext("Answered with status %(status)s. Each retry of the client gets this response.")
-    return (
-        messages.SUCCESS,
-        text % {"status": response.status_code},
-        f"Answered with status {response.status_code}.",
-    )
+        return messages.WARNING, text, f"{logged[:-1]}, not confirmed by a standby."
+    return messages.SUCCESS, text, logged
 
 
 def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
@@ -157,7 +165,7 @@ def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str)
     ):
         return messages.WARNING, TOO_LATE, ""
     text = _(
-        "The key is off the list of stuck keys. It still has no response, and it is not deleted."
+        "The key is off the list of stuck keys. It is still not finished, and it is not deleted."
     )
     return messages.SUCCESS, text, "Acknowledged."
 
@@ -169,9 +177,10 @@ BUTTONS = {
         explanation=format_lazy(
             "{} {}",
             _(
-                "This process runs the view now, from the recovery point of the key, as the user"
-                " who sent the request. Completed work is not repeated. If the run fails, the"
-                " completer retries the request, and its attempts are counted from zero again."
+                "This process runs the view or the operation now, from the recovery point of the"
+                " key. A view runs as the user who sent the request. Completed work is not"
+                " repeated. If the run fails, the completer retries it, and its attempts are"
+                " counted from zero again."
             ),
             LAST_CALL,
         ),
@@ -185,21 +194,22 @@ BUTTONS = {
         label=_("Answer"),
         permission="answer_idempotencykey",
         explanation=_(
-            "The request is then finished, and each retry of its client gets the response that you"
-            " write here. Nothing is undone: if you answer with an error, then undo the work that"
-            " the request has begun, here and at downstream services. Do this after the answer,"
-            " because until then a retry may continue the work."
+            "The key is then finished, and each retry gets the answer that you write here. Nothing"
+            " is undone: if you answer with an error, then undo the work that was begun, here and"
+            " at downstream services. Do this after the answer, because until then a retry may"
+            " continue the work."
         ),
         possible=lambda key: key.state not in (KeyState.IN_FLIGHT, KeyState.FINISHED),
         press=_answer,
         form=AnswerForm,
+        operation_form=OperationAnswerForm,
     ),
     "acknowledge": Button(
         label=_("Acknowledge"),
         permission="acknowledge_idempotencykey",
         explanation=_(
-            "The key leaves the list of stuck keys. Nothing else changes: it has no response, a"
-            " retry of its client is treated as before, and it is kept while it is stuck."
+            "The key leaves the list of stuck keys. Nothing else changes: it is not finished, a"
+            " retry is treated as before, and the key is kept while it is stuck."
         ),
         possible=lambda key: key.state == KeyState.STUCK,
         press=_acknowledge,
@@ -209,8 +219,8 @@ BUTTONS = {
         permission="release_idempotencykey",
         explanation=_(
             "For a run that is known to be dead, or to hang. The run can commit nothing any more."
-            " The next retry of the client, or the completer, continues from the recovery point. If"
-            " the run is calling a downstream service, that call is not stopped."
+            " The next retry, or the completer, continues from the recovery point. If the run is"
+            " calling a downstream service, that call is not stopped."
         ),
         possible=lambda key: key.state == KeyState.IN_FLIGHT,
         press=_release,

@@ -15,6 +15,7 @@ from django.utils.translation import gettext_lazy as _
 from idempotency import conf, interventions
 from idempotency._http import responses
 from idempotency._http.routes import options_for
+from idempotency._operations.definition import METHOD
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS, pretty
 from idempotency.models import IdempotencyKey
 
@@ -37,9 +38,32 @@ class Preview:
     notes: list[str]
 
 
-class AnswerFields(forms.Form):
-    """The fields of the response that each retry of the client gets. The person confirms a preview
-    before it is stored."""
+class PreviewedForm(forms.Form):
+    """A form whose answer the person confirms in a preview before it is stored. A subclass cleans
+    it to ``response``, and to ``told``, its text for the admin log."""
+
+    def asks_again(self) -> bool:
+        """Return whether the person has not confirmed a preview of exactly this answer."""
+        return self.data.get("step") != "store" or self.data.get("previewed") != self.digest()
+
+    def preview(self, template: IdempotencyKey | None = None) -> Preview | None:
+        """Return the preview; None if the form is not sent or not valid, or if the person wants to
+        edit the answer."""
+        if not self.is_bound or not self.is_valid() or self.data.get("step") == "edit":
+            return None
+        return self.shown(template)
+
+    def shown(self, template: IdempotencyKey | None) -> Preview:
+        """Return the preview of a valid form."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Return a hash of the answer. It ensures that only a previewed answer is stored."""
+        raise NotImplementedError
+
+
+class AnswerFields(PreviewedForm):
+    """The fields of the response that each retry of the client gets."""
 
     status = forms.IntegerField(
         label=_("Status"),
@@ -86,19 +110,12 @@ class AnswerFields(forms.Form):
         cleaned["response"] = response = HttpResponse(
             body, status=cleaned["status"], content_type=content_type
         )
+        cleaned["told"] = f"status {cleaned['status']}"
         if problem := interventions.answer_problem(response):
             self.add_error(None, problem)
         return cleaned
 
-    def asks_again(self) -> bool:
-        """Return whether the person has not confirmed a preview of exactly this response."""
-        return self.data.get("step") != "store" or self.data.get("previewed") != self.digest()
-
-    def preview(self, template: IdempotencyKey | None = None) -> Preview | None:
-        """Return the preview; None if the form is not sent or not valid, or if the person wants to
-        edit the response."""
-        if not self.is_bound or not self.is_valid() or self.data.get("step") == "edit":
-            return None
+    def shown(self, template: IdempotencyKey | None) -> Preview:
         return _preview(self.cleaned_data["response"], self.cleaned_data["kind"], template)
 
     def digest(self) -> str:
@@ -165,7 +182,7 @@ def template_for(key: IdempotencyKey, keys: QuerySet[Any]) -> IdempotencyKey | N
     if the path has no protected view, or if the view stores no body, because a response may quote
     it.
     """
-    options = options_for(key)
+    options = None if key.request_method == METHOD else options_for(key)
     if options is None or not options.store_body:
         return None
     path = key.request_path.partition("?")[0]

@@ -17,6 +17,7 @@ from django.utils.translation import gettext, gettext_noop, ngettext
 
 from idempotency._engine.aliases import fields_elsewhere
 from idempotency._text import duration, error_text
+from idempotency.admin.operations import call_result
 from idempotency.admin.reading import admin_url, first_line_of, viewable
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
@@ -202,7 +203,9 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
     calls = list(every.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
     rows = []
     for call in calls[:MAX_LINKED]:
-        result = first_line_of(str(call.result)) if visible else gettext(NOT_VISIBLE)
+        result = (
+            first_line_of(str(call_result(key, call.result))) if visible else gettext(NOT_VISIBLE)
+        )
         unknown = call.recorded_at is None
         text = gettext("begun %(ago)s, result %(result)s")
         if unknown:

@@ -113,7 +113,7 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
     minutely = gettext("a minute")
     replays, conflicts = gettext("replays"), gettext("conflicts")
     drawn = [
-        chart(gettext("Requests"), minutely, requests=gettext("requests")),
+        chart(gettext("Requests and operations"), minutely, requests=gettext("requests")),
         chart(gettext("Retries"), minutely, replays=replays, conflicts=conflicts),
         chart(gettext("Errors"), minutely, errors=gettext("errors")),
         chart(gettext("Run time"), "s", p50="p50", p95="p95"),

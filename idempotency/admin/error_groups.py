@@ -13,6 +13,7 @@ from typing import Any
 from django.db.models import F
 from django.db.models.functions import Left, Now
 
+from idempotency._operations.definition import work_line
 from idempotency._text import cut
 from idempotency.monitoring.measures import COUNT_LIMIT, seconds_of, stuck_kinds
 
@@ -88,8 +89,9 @@ def groups_of_stuck_keys(every: Any, limit: int = COUNT_LIMIT) -> list[ErrorGrou
 
 
 def request_group(method: str, path: str) -> str:
-    """Return method and path without the parts that differ from request to request."""
-    return group_of(f"{method} {path.partition('?')[0]}")
+    """Return method and path without the parts that differ from request to request, or the
+    operation."""
+    return group_of(work_line(method, path.partition("?")[0]))
 
 
 def groups_of_failed_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:

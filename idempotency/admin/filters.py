@@ -171,7 +171,7 @@ class PathFilter(ChosenFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         chosen = super().queryset(request, queryset)
-        return chosen if not self.value() or _is_unfinished(request) else newest(chosen, NEWEST)
+        return chosen if not self.value() or selects_unfinished(request) else newest(chosen, NEWEST)
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
         return rows.filter(request_path__startswith=value)
@@ -289,7 +289,7 @@ class MineFilter(admin.SimpleListFilter):
         return queryset.filter(pk__in={int(pk) for pk in ids})
 
 
-def _is_unfinished(request: HttpRequest) -> bool:
+def selects_unfinished(request: HttpRequest) -> bool:
     """Return whether the filter by state selects only unfinished keys, which have an index."""
     chosen = (request.GET.get("state") or "").replace("_", " ")
     return chosen == "unfinished" or chosen in {*KeyState} - {KeyState.FINISHED, KeyState.REFUSED}

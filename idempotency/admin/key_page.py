@@ -11,13 +11,15 @@ from django.utils.translation import npgettext
 from idempotency import conf
 from idempotency._engine.history import HistoryEvent
 from idempotency._http.routes import has_on_abandon
+from idempotency._operations.definition import METHOD
 from idempotency._states import KeyState
 from idempotency._text import duration
 from idempotency.admin.history import history_of
+from idempotency.admin.operations import result_word
 from idempotency.admin.reading import encodable, first_line_of
 from idempotency.admin.recovery_points import progress
 from idempotency.admin.stuck_codes import STUCK_CODES
-from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
+from idempotency.exceptions import OPEN_TO_RETRIES, WAITS_FOR_DEPLOY, StuckCode
 from idempotency.models import IdempotencyKey
 from idempotency.templatetags.idempotency_admin import ago, aware, written
 
@@ -51,6 +53,8 @@ def heading(key: Any) -> str:
     """Return the state of the key in a few words, with its age and the stuck code, or with the
     stored status."""
     if key.state == KeyState.FINISHED:
+        if key.request_method == METHOD:
+            return _("Finished: %(result)s") % {"result": result_word(key)}
         with_status = _("Finished: answered %(status)s") % {"status": key.response_code}
         return with_status if key.response_code else _("Finished: without a response")
     state = capfirst(short_state(key))
@@ -75,23 +79,21 @@ def state_line(key: Any) -> str:
             events = history_of(key)
             if events and events[-1].name == HistoryEvent.ANSWERED:
                 told["detail"] = events[-1].detail
-                return _("A person wrote its response %(ago)s (%(detail)s), after %(runs)s.") % told
+                return _("A person answered it %(ago)s (%(detail)s), after %(runs)s.") % told
             told["duration"] = duration((key.finished_at - key.created_at).total_seconds())
-            text = _(
-                "Its response was stored %(ago)s, %(duration)s after the request, in %(runs)s."
-            )
+            text = _("It was finished %(ago)s, %(duration)s after its creation, in %(runs)s.")
         case KeyState.REFUSED:
-            text = _("It was left to its client %(ago)s, in %(runs)s. Nothing was begun.")
+            text = _("It was left to its caller %(ago)s, in %(runs)s. Nothing was begun.")
         case KeyState.IN_FLIGHT:
             text = _(
                 "Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s."
             )
         case KeyState.STUCK:
-            text = _("It was given up %(ago)s at %(place)s, after %(runs)s. It has no response.")
+            text = _("It was given up %(ago)s at %(place)s, after %(runs)s. It is not finished.")
         case KeyState.ACKNOWLEDGED:
             text = _(
                 "It is stuck at %(place)s, after %(runs)s. A person took it off the list %(ago)s."
-                " It has no response."
+                " It is not finished."
             )
         case _:
             text = _(
@@ -141,32 +143,32 @@ def next_step(key: Any, *, has_view: bool) -> str:
         case KeyState.IN_FLIGHT:
             text = _(
                 "A run holds the key. If that run crashes or hangs, its lock expires at %(time)s."
-                " Then a retry of the client, or later the completer, continues from the recovery"
-                " point."
+                " Then a retry, or later the completer, continues from the recovery point."
             )
             return text % {"time": _moment(key.locked_until, now)}
-        case KeyState.STUCK | KeyState.ACKNOWLEDGED if (
-            key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT
-        ):
+        case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code in WAITS_FOR_DEPLOY:
             text = _(
-                "When the running code declares the recovery point, a retry of the client"
-                " continues, or the completer at %(time)s."
+                "When a deploy has ended this cause, a retry continues, or the completer at"
+                " %(time)s."
             )
             return text % {"time": _moment(max(key.due_at, now), now)}
         case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code in OPEN_TO_RETRIES:
             return _("The completer does not run the request again. A retry of the client runs it.")
         case KeyState.STUCK:
             return _(
-                "Nothing: it waits for a person. A retry of its client is answered 409 key_stuck,"
-                " and changes nothing."
+                "Nothing: it waits for a person. A retry is refused, and changes nothing: a client"
+                " gets 409 key_stuck, and the caller of an operation InterventionRequired."
             )
         case KeyState.ACKNOWLEDGED:
             return _(
-                "Nothing: a person has taken it off the list, and it has no response. A retry is"
-                " answered 409 key_stuck."
+                "Nothing: a person has taken it off the list, and it is not finished. A retry is"
+                " refused."
             )
     if has_view:
         return _next_run(key)
+    if key.request_method == METHOD:
+        lost = _("The running code does not have the operation: a run would mark the key as stuck.")
+        return f"{_next_run(key)} {lost}"
     lost = _("No protected view answers the path now: a run would mark the key as stuck.")
     return f"{_next_run(key)} {lost}"
 
@@ -177,23 +179,19 @@ def _until_deletion(key: Any) -> str:
     if key.expires_at is None:
         if is_finished:
             return _(
-                "Nothing: each retry of its client gets the stored response. The key is kept"
-                " forever."
+                "Nothing: each retry gets the stored response or result. The key is kept forever."
             )
-        return _(
-            "Nothing was begun. Only a retry of the client runs the request. The key is kept"
-            " forever."
-        )
+        return _("Nothing was begun. Only a retry of the caller runs it. The key is kept forever.")
     if is_finished and key.expires_at <= now:
         return _(
-            "The retention is over. The reaper deletes the key, and a further request with this key"
-            " runs as a new one."
+            "The retention is over. The reaper deletes the key, and a further request or call with"
+            " this key runs as a new one."
         )
-    text = _("Nothing: each retry of its client gets the stored response, until %(time)s.")
+    text = _("Nothing: each retry gets the stored response or result, until %(time)s.")
     if not is_finished:
         text = _(
-            "Nothing was begun. Only a retry of the client runs the request. The reaper deletes"
-            " the key at %(time)s."
+            "Nothing was begun. Only a retry of the caller runs it. The reaper deletes the key at"
+            " %(time)s."
         )
     return text % {"time": _moment(key.expires_at, now)}
 
@@ -206,17 +204,17 @@ def _next_run(key: Any) -> str:
     if number > limit:
         used_up = _("all %(limit)s runs are used up: it marks the key as stuck")
         until = _("run %(number)s, until on_abandon settles it")
-        told["run"] = until if has_on_abandon(key) else used_up
+        is_settled = key.request_method != METHOD and has_on_abandon(key)
+        told["run"] = until if is_settled else used_up
     told["run"] %= {"number": number, "limit": limit}
     if key.state == KeyState.ABANDONED:
         text = _(
-            "The completer takes the key in its next pass (%(run)s), unless a retry of the client"
-            " comes first."
+            "The completer takes the key in its next pass (%(run)s), unless a retry comes first."
         )
         return text % told
     text = _(
-        "A retry of the client continues the request at once. Without a retry, the completer takes"
-        " the key at %(time)s (%(run)s)."
+        "A retry continues it at once. Without a retry, the completer takes the key at %(time)s"
+        " (%(run)s)."
     )
     return text % told
 

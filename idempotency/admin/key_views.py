@@ -18,11 +18,13 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency._http.stored_request import has_headers
+from idempotency._operations.definition import METHOD, work_line
 from idempotency._text import cut
 from idempotency.admin import answering, belongings, copying, key_page, recovery_points
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
 from idempotency.admin.history import history_of
 from idempotency.admin.key_timeline import KeyTimeline
+from idempotency.admin.operations import result_text
 from idempotency.admin.reading import ReadOnlyAdmin, encodable, preformatted, pretty
 from idempotency.admin.refusals import refused
 from idempotency.models import IdempotencyKey
@@ -34,6 +36,7 @@ _TIMES = (
     "stuck_at", "acknowledged_at", "handed_back_at", "next_run_at",
 )  # fmt: skip
 _REQUEST = ("request", "sender", "scope", "idempotency_key", "remote_addr")
+_CALL = ("operation", "sender", "scope", "idempotency_key")
 _RUNS = (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts", "hangs")
 _LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}
 _EMPTY = ("", str(preformatted("")))
@@ -49,6 +52,12 @@ class KeyPageAdmin(ReadOnlyAdmin):
         (None, {"fields": ("error_shown",)}),
         (_("Request"), {"fields": (*_REQUEST, *_REQUEST_PARTS)}),
         (_("Response"), {"fields": ("response_code", "response_headers_shown", "response_shown")}),
+        (_("Runs"), {"fields": _RUNS}),
+    )
+    operation_fieldsets: ClassVar[Any] = (
+        (None, {"fields": ("error_shown",)}),
+        (_("Operation"), {"fields": (*_CALL, "arguments_shown")}),
+        (_("Result"), {"fields": ("result_shown",)}),
         (_("Runs"), {"fields": _RUNS}),
     )
 
@@ -69,7 +78,8 @@ class KeyPageAdmin(ReadOnlyAdmin):
         if obj is None:
             return self.fieldsets
         kept, empty = [], []
-        for title, options in self.fieldsets:
+        is_operation = obj.request_method == METHOD
+        for title, options in self.operation_fieldsets if is_operation else self.fieldsets:
             fields = list(options["fields"])
             if "error_shown" in fields and key_page.is_error_on_top(obj):
                 fields.remove("error_shown")
@@ -84,7 +94,23 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("request"))
     def request(self, key: IdempotencyKey) -> str:
-        return encodable(f"{key.request_method} {key.request_path}")
+        return encodable(work_line(key.request_method, key.request_path))
+
+    @admin.display(description=_("operation"))
+    def operation(self, key: IdempotencyKey) -> str:
+        return encodable(key.request_path)
+
+    @admin.display(description=_("arguments"))
+    def arguments_shown(self, key: IdempotencyKey) -> SafeString:
+        """Return the stored arguments of an operation, JSON indented."""
+        if key.request_body is None:
+            return preformatted(gettext("(not kept)"))
+        return preformatted(pretty(key.request_params))
+
+    @admin.display(description=_("result"))
+    def result_shown(self, key: IdempotencyKey) -> SafeString:
+        """Return the result of an operation, or its refusal."""
+        return preformatted(result_text(key) if key.finished_at else "")
 
     @admin.display(description=_("user"))
     def sender(self, key: Any) -> str:
@@ -138,7 +164,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         looked = urlencode(looked_at(key, self._alias(key)))
         context |= {
             **key_page.facts(key),
-            "subtitle": cut(encodable(f"{key.request_method} {url_path}"), MAX_SUBTITLE),
+            "subtitle": cut(encodable(work_line(key.request_method, url_path)), MAX_SUBTITLE),
             "line": recovery_points.line(key, key.declared),
             "events": events,
             "timeline": KeyTimeline(key, events).drawn(),
@@ -146,6 +172,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "buttons": offered(key, partial(self.holds, request)),
             "missing": offered(key, lambda permission: not self.holds(request, permission)),
             "looked_at": looked,
+            "is_operation": key.request_method == METHOD,
             "curl": encodable(copying.curl(key, request)) if has_headers(key) else "",
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
@@ -199,7 +226,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             template = answering.template_for(key, self.get_queryset(request))
             if template is not None and "template" in request.GET:
                 filled = answering.filled_in(template)
-        form = button.form(request.POST or None, initial=looked | filled)
+        form = button.form_for(key)(request.POST or None, initial=looked | filled)
         if request.method == "POST" and form.is_valid() and not form.asks_again():
             by, using = username(request), self._alias(key)
             level, text, logged = button.press(key, form.cleaned_data, by, using)
@@ -221,14 +248,19 @@ class KeyPageAdmin(ReadOnlyAdmin):
         """Return the confirmation of a button, with the facts that the person needs for the
         decision."""
         form, preview = question["form"], None
-        if isinstance(form, answering.AnswerFields):
+        if isinstance(form, answering.PreviewedForm):
             preview = form.preview(question["template"])
         shown = {
             "opts": self.opts,
             "media": self.media,
             "key": key,
             "request_line": self.request(key),
-            "request_body": self.request_shown(key),
+            "is_operation": key.request_method == METHOD,
+            "request_body": (
+                self.arguments_shown(key)
+                if key.request_method == METHOD
+                else self.request_shown(key)
+            ),
             "sender": self.sender(key),
             "preview": preview,
             **key_page.facts(key),

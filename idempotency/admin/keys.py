@@ -17,6 +17,7 @@ from django.utils.timesince import timesince
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from idempotency._operations.definition import METHOD
 from idempotency._states import KeyState, due_at
 from idempotency._text import cut
 from idempotency.admin import dashboard, filters, recovery_points
@@ -25,6 +26,7 @@ from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
 from idempotency.admin.export import csv_of
 from idempotency.admin.key_views import KeyPageAdmin
+from idempotency.admin.operations import OperationFilter, status_word
 from idempotency.admin.reading import first_line_of
 from idempotency.admin.refusals import refused
 from idempotency.admin.search import HELP, search
@@ -52,8 +54,8 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     # The last two read the keys that the other filters select.
     list_filter = (
         filters.StateFilter, filters.AgeFilter, filters.StuckCodeFilter,
-        filters.RecoveryPointFilter, filters.PathFilter, filters.StatusFilter, filters.MineFilter,
-        filters.RequestGroupFilter, filters.ErrorGroupFilter,
+        filters.RecoveryPointFilter, filters.PathFilter, OperationFilter, filters.StatusFilter,
+        filters.MineFilter, filters.RequestGroupFilter, filters.ErrorGroupFilter,
     )  # fmt: skip
     sortable_by = ("age",)
     bulk = (HandBack(), Acknowledge())
@@ -141,8 +143,10 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         return recovery_points.progress(key, key.declared)
 
     @admin.display(description=_("status"), empty_value="")
-    def status(self, key: IdempotencyKey) -> int | None:
-        return key.response_code
+    def status(self, key: IdempotencyKey) -> int | str | None:
+        """Return the status of the response; for a finished operation, how it ended."""
+        is_operation = key.request_method == METHOD
+        return status_word(key) if is_operation else key.response_code
 
     @admin.display(description=_("age"), ordering="-created_at")
     def age(self, key: Any) -> str:

@@ -18,6 +18,7 @@ from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
+from idempotency._operations.definition import METHOD, find, registered
 from idempotency.admin.belongings import linked_models
 from idempotency.admin.filters import NEWEST, newest, of_the_newest, row_id
 from idempotency.admin.reading import viewable
@@ -28,9 +29,9 @@ MIN_PREFIX = 4
 HELP = of_the_newest(
     _(
         "Search by: the idempotency key; its first {least} or more characters (unfinished keys and"
-        " the {count} newest); the id of the row; a scope such as user:7; a user name; the e-mail"
-        " address of a user, if you may view users; the id of a staged job; the search fields of"
-        " linked models (their {count} newest rows)."
+        " the {count} newest); the id of the row; the name of an operation; a scope such as user:7;"
+        " a user name; the e-mail address of a user, if you may view users; the id of a staged job;"
+        " the search fields of linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
 )
@@ -58,7 +59,12 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
             .values_list("idempotency_key_id", flat=True)
         )
     found.update(_by_linked_rows(term, site, request, keys.db))
+    if find(term) is not None:
+        of_operation = every.filter(request_method=METHOD, request_path=term)
+        rows = newest(of_operation.order_by("-created_at"), NEWEST)
+        found.update(rows.values_list("pk", flat=True)[:MAX_FOUND])
     scopes = [term, PROJECT_PREFIX + term, *(f"user:{pk}" for pk in _users(term, site, request))]
+    scopes += [f"{operation.name}:{scope}" for operation in registered() for scope in scopes]
     return keys.filter(Q(pk__in=found - {None}) | Q(scope__in=scopes))
 
 

@@ -30,7 +30,7 @@ LAST_CALL = _(
 
 STUCK_CODES = {
     "attempts_exhausted": Explanation(
-        _("The completer ran the request until its attempts were used up. Each run failed."),
+        _("The completer has used up its attempts. Each run failed."),
         _(
             "Read the last error and correct its cause. If the page shows a last call, check that"
             " service: it may have forgotten the key of the call. If the call took effect, do the"
@@ -56,9 +56,9 @@ STUCK_CODES = {
         _("A call to a service without idempotency keys was begun, and its result is unknown."),
         _(
             "Check that service. If the call took effect, answer the key with the result. If it did"
-            " not, answer the key with an error such as 409; the client may then send a new"
-            " request. If the page of the key shows a recorded result of the call, complete the"
-            " key."
+            " not, answer the key with an error such as 409, or reject the operation; the caller"
+            " may then use a new key. If the page of the key shows a recorded result of the call,"
+            " complete the key."
         ),
         "answer",
     ),
@@ -74,27 +74,27 @@ STUCK_CODES = {
         "answer",
     ),
     "view_gave_up": Explanation(
-        _("The view raised KeyStuck. Its reason is shown."),
+        _("The view or the operation gave up. Its reason is shown."),
         _("Do what the reason says. Then complete the key, or answer it."),
         "complete",
     ),
     "transaction_ended": Explanation(
         _(
-            "The view ended the transaction of a phase with COMMIT or ROLLBACK. The writes of that"
-            " phase may be committed."
+            "The view or the operation ended the transaction of a phase with COMMIT or ROLLBACK."
+            " The writes of that phase may be committed."
         ),
         _("Check these writes, then answer the key. Another run could repeat them."),
         "answer",
     ),
     "retention_passed": Explanation(
         _(
-            "The request was not finished within RETENTION_HOURS, and its view has no on_abandon (a"
-            " function that settles overdue requests)."
+            "The request or the operation was not finished within RETENTION_HOURS, and has no"
+            " on_abandon (a function of a view that settles overdue requests)."
         ),
         _(
-            "The client no longer retries. If the page shows a last call, first check that service:"
+            "The caller no longer retries. If the page shows a last call, first check that service:"
             " it may have forgotten the key of the call, and would repeat the work. If the work is"
-            " still wanted and not done, complete the key. If not, undo what the request did at"
+            " still wanted and not done, complete the key. If not, undo what was done at"
             " downstream services, and answer the key."
         ),
         "complete",
@@ -112,12 +112,34 @@ STUCK_CODES = {
     ),
     "unknown_recovery_point": Explanation(
         _(
-            "The running code does not declare the recovery point of the key: a deploy renamed or"
+            "The running code does not declare the recovery point of the key, or does not make a"
+            " call that was begun: a deploy renamed or removed it."
+        ),
+        _(
+            "Deploy code that declares the recovery point, and makes the call. The next retry or"
+            " the completer then continues."
+        ),
+        "complete",
+    ),
+    "operation_missing": Explanation(
+        _(
+            "The running code does not have the operation with this name: a deploy renamed or"
             " removed it."
         ),
         _(
-            "Deploy code that declares the recovery point. The next retry or the completer then"
-            " continues."
+            "Deploy code that defines the operation under this name, in the module operations.py of"
+            " an installed app. The next retry or the completer then continues."
+        ),
+        "complete",
+    ),
+    "arguments_changed": Explanation(
+        _(
+            "The stored arguments do not fit the parameters of the operation: a deploy changed the"
+            " parameters."
+        ),
+        _(
+            "Deploy a default for each new parameter, and restore each parameter that was removed."
+            " The completer then continues."
         ),
         "complete",
     ),

@@ -127,7 +127,7 @@ def _gauges(using: str) -> Iterator[GaugeMetricFamily]:
     )
     oldest = (
         "Age of the oldest unfinished key that is not marked as stuck, or is stuck with"
-        " unknown_recovery_point."
+        " unknown_recovery_point, operation_missing or arguments_changed."
     )
     yield _gauge("oldest_unfinished_seconds", oldest, keys.oldest)
     yield _gauge("due_jobs", "Staged jobs that are due.", jobs.due)

@@ -41,7 +41,7 @@ def of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator
     if keys.completer_lag > LATE_SECONDS:
         yield Finding(
             "completer_late",
-            _("An abandoned request has waited %(duration)s for the completer.")
+            _("An abandoned key has waited %(duration)s for the completer.")
             % {"duration": duration(keys.completer_lag)},
             _(
                 "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look"

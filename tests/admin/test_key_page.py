@@ -26,6 +26,7 @@ from idempotency import conf
 from idempotency.admin.actions import BUTTONS
 from idempotency.admin.key_timeline import MAX_ROWS
 from idempotency.admin.stuck_codes import STUCK_CODES
+from idempotency.exceptions import WAITS_FOR_DEPLOY
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from rides_demo.models import Ride
@@ -93,10 +94,7 @@ def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) ->
 @pytest.mark.parametrize(
     ("code", "next_step"),
     [
-        (
-            "unknown_recovery_point",
-            "When the running code declares the recovery point, a retry of the client continues",
-        ),
+        *((code, "When a deploy has ended this cause, a retry") for code in WAITS_FOR_DEPLOY),
         (
             "refused_when_rebuilt",
             "The completer does not run the request again. A retry of the client runs it.",

@@ -16,6 +16,7 @@ from django.db.models.functions import Now
 from django.utils import timezone, translation
 
 from idempotency import interventions
+from idempotency._operations.definition import registered
 from idempotency.admin import bulk, export
 from idempotency.admin.actions import BUTTONS, looked_at
 from idempotency.admin.stuck_codes import STUCK_CODES
@@ -47,6 +48,7 @@ NAMES = {
     *("CSV", "JSON", "ID", "POST", "UTC", "ms", "s", "min", "h", "d", "k", "M", "p50", "p95", "xx"),
     *("curl", "globoff", "http", "testserver", "X", "H", "data-raw", "application"),
     *("Idempotency-Key", "Content-Type", "Idempotent-Replayed"),
+    *(operation.name for operation in registered()),
     *("json", "text", "plain", "default", "charset", "utf-8", "true", "OK", "Conflict", "TRUE"),
 }  # fmt: skip
 #: What the rows of these tests have: words in capitals, and the names that factories give.
