@@ -39,6 +39,8 @@ class ClaimedRequest:
     plain_fingerprint: Callable[[], str]
     retention_hours: int | None
     lease_seconds: int
+    #: The keyed call with which the work begins. The claim of a new key begins it, too.
+    first_call: str = ""
     #: Why the request cannot be stored: raised by a claim that would store it.
     unstorable: Exception | None = None
 

@@ -110,6 +110,9 @@ class Calls:
             return begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
 
     def _begin(self, name: str) -> None:
+        if self._key.begun_call == name:
+            self._key.begun_call = ""
+            return
         fence.begin_call(self._key, name, using=self._using, stuck_code=self._stuck_code)
 
     def _write(self, row: DownstreamCall, call: AtMostOnceCall) -> None:

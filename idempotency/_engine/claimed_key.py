@@ -65,6 +65,8 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
     fence: uuid.UUID | None = None
     #: The last known physical position of the row, on PostgreSQL.
     ctid: str | None = None
+    #: The call that the claim has begun, until it is made.
+    begun_call: str = ""
     #: When the row was created, on this process's monotonic clock; None in a plain run, whose
     #: attempts have different seeds.
     created_monotonic: float | None = None

@@ -78,9 +78,13 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     the request, because the key is new or nothing was begun for it."""
     in_one = vendor(using) == "postgresql" and request.unstorable is None
     text = statements_for(using)
-    first = text.claim_phased if in_one else text.read
+    claim, upsert = text.claim_phased, text.upsert
     parameters = _parameters(request, using)
     parameters.value["points"] = rows.array_parameter(recovery_points, using)
+    if request.first_call:
+        claim, upsert = text.claim_phased_with_call, text.upsert_with_call
+        parameters.value["call"] = request.first_call
+    first = claim if in_one else text.read
     for _ in range(_CLAIM_TRIES):
         try:
             found = _send_claim(first, parameters, request, using)
@@ -100,7 +104,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             if not in_one:
                 if request.unstorable is not None and (key is None or key.untouched):
                     raise request.unstorable
-                found = _send_claim(text.upsert, parameters, request, using)
+                found = _send_claim(upsert, parameters, request, using)
         except Error as error:
             claimed = ClaimedKey(scope=request.scope, idempotency_key=request.idempotency_key)
             claimed.lease_seconds = request.lease_seconds
@@ -109,6 +113,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
         if found.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
             key = _key_of_claim(found, request, parameters, using, finished_at=None)
+            key.begun_call = request.first_call if key.attempts == 1 else ""
             return Claim(ClaimOutcome.CLAIMED, key)
         # Another claim has inserted or changed the key, and the next attempt reads it; or a plain
         # view holds the key.

@@ -75,7 +75,7 @@ POSTGRESQL = Dialect(
         "jsonb_build_object('at', statement_timestamp(), 'event', %(event)s::text, 'detail',"
         " %(detail)s::text)"
     ),
-    event_of_insert="excluded.history",
+    event_of_insert="(excluded.history -> 0)",
     append=f"({_POSTGRESQL_SHORTENED}) || {{event}}",
     append_after_lock=(
         f"(CASE WHEN k.locked_until IS NULL THEN {_POSTGRESQL_SHORTENED} ELSE"

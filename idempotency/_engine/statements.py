@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from idempotency._engine.advisory_locks import KEY_LOCK, MARK_KEY, MARK_REQUEST
+from idempotency._engine.history import HistoryEvent
 from idempotency._engine.updates import (
     CLEAR_STUCK,
     NOT_REFUSED,
@@ -117,26 +118,34 @@ class Statements(Updates):
             FROM {TABLE} AS k WHERE k.id = %(id)s
         """)
 
-    def _insert(self, *, finished: bool, source: str) -> str:
+    def _insert(self, *, finished: bool, source: str, call: bool = False) -> str:
         later_by = self.dialect.later_by
         # A plain run finishes in this transaction. Setting the times now lets its UPDATE be
         # heap-only (HOT).
         expiry = later_by.format("%(retention_hours)s", "hour") if finished else "NULL"
         lock = "NULL" if finished else later_by.format("%(lease_seconds)s", "second")
+        events = [self.dialect.event, self._call_event] if call else [self.dialect.event]
         values = {
             **{"created_at": self.now, "last_run_at": self.now},
             **{"finished_at": self.now if finished else "NULL", "expires_at": expiry},
             **{"recovery_point": f"'{FINISHED if finished else STARTED}'", "locked_until": lock},
-            **{"attempts": "1", "begun": "false", "completer_attempts": "0"},
+            **{"attempts": "1", "begun": "true" if call else "false", "completer_attempts": "0"},
             **{"stuck_code": "''", "stuck_reason": "''", "last_error": "''"},
-            "history": self.dialect.first_event.format(event=self.dialect.event),
+            "history": self.dialect.first_event.format(event=", ".join(events)),
             **{name: f"%({name})s" for name in ("claim_token", "seed", *REQUEST)},
             # A parameter of two expressions must have one type in both.
             "lease_seconds": "CAST(%(lease_seconds)s AS integer)",
             "retention_hours": "CAST(%(retention_hours)s AS integer)",
         }
+        if call:
+            values["call_begun_at"] = self.now
         selected = ", ".join(values.values())
         return f"INSERT INTO {TABLE} AS k ({', '.join(values)}) SELECT {selected} {source}"
+
+    @cached_property
+    def _call_event(self) -> str:
+        event = self.dialect.event.replace("%(event)s", f"'{HistoryEvent.CALL_BEGUN}'")
+        return event.replace("%(detail)s", "%(call)s")
 
     @cached_property
     def upsert(self) -> str:
@@ -144,11 +153,16 @@ class Statements(Updates):
         means neither."""
         return f"{self._upsert('WHERE true')}, {_NO_EXISTING}, ''"
 
-    def _upsert(self, source: str) -> str:
+    @cached_property
+    def upsert_with_call(self) -> str:
+        """As ``upsert``. A new key begins its first call."""
+        return f"{self._upsert('WHERE true', call=True)}, {_NO_EXISTING}, ''"
+
+    def _upsert(self, source: str, *, call: bool = False) -> str:
         unlocked = "(k.locked_until IS NULL OR k.locked_until <= excluded.created_at)"
         history = self.dialect.append_after_lock.format(event=self.dialect.event_of_insert)
         return one_line(f"""
-            {self._insert(finished=False, source=source)}
+            {self._insert(finished=False, source=source, call=call)}
             ON CONFLICT (scope, idempotency_key) DO UPDATE
             SET claim_token = excluded.claim_token, locked_until = excluded.locked_until,
                 lease_seconds = excluded.lease_seconds, last_run_at = excluded.last_run_at,
@@ -161,6 +175,14 @@ class Statements(Updates):
     def claim_phased(self) -> str:
         """Read the key, and claim it if it is claimable, in one statement. A replay only reads: it
         takes no lock and no transaction id. Only PostgreSQL supports INSERT in WITH."""
+        return self._claim_phased(call=False)
+
+    @cached_property
+    def claim_phased_with_call(self) -> str:
+        """As ``claim_phased``. A new key begins its first call."""
+        return self._claim_phased(call=True)
+
+    def _claim_phased(self, *, call: bool) -> str:
         # An INSERT would wait for the uncommitted row of a plain run; the advisory lock does not.
         guard = f"""
             WHERE CASE WHEN EXISTS (SELECT 1 FROM existing)
@@ -171,7 +193,7 @@ class Statements(Updates):
             WITH existing AS MATERIALIZED (
                 SELECT {self._existing}, {self._claimable(self.unlocked)} AS claimable
                 FROM {TABLE} AS k WHERE {_OF_CLIENT}
-            ), claimed AS ({self._upsert(guard)})
+            ), claimed AS ({self._upsert(guard, call=call)})
             SELECT claimed.*, {_EXISTING_COLUMNS}, ''
             FROM (SELECT) AS one LEFT JOIN claimed ON true LEFT JOIN existing ON true
         """)

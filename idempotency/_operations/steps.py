@@ -80,6 +80,9 @@ class Steps:
         self.is_phased = len(chain) > 1 or last.call is not None
         self.points = (STARTED, *(each.function.__name__ for each in chain[:-1]), FINISHED)
         self.of_point = dict(zip(self.points, chain, strict=False))
+        first = chain[0].call
+        #: The keyed call of the first step. The claim of a new key begins it, too.
+        self.first_call = first.name if first and first.valid_hours is not None else ""
         self.calls = {each.call.name: each.call for each in chain if each.call is not None}
         self._refuse(chain, name)
 

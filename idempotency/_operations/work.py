@@ -92,6 +92,7 @@ class OperationWork:
             plain_fingerprint=lambda: fingerprint,
             retention_hours=self.definition.hours_kept,
             lease_seconds=self.definition.lease,
+            first_call=self.definition.steps.first_call,
         )
 
     # What a plain run asks

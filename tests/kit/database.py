@@ -1,7 +1,8 @@
-"""The sessions of the test's database: their statements, isolation and locks."""
+"""The sessions of the test's database: their statements, round trips, isolation and locks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from tempfile import TemporaryFile
 
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
@@ -85,3 +86,19 @@ def lock_table(name: str) -> None:
     """Lock a table against all other sessions until the open transaction ends."""
     with connection.cursor() as cursor:
         cursor.execute(f"LOCK TABLE {connection.ops.quote_name(name)} IN ACCESS EXCLUSIVE MODE")
+
+
+def messages(work: Callable[[], object]) -> int:
+    """Return how often libpq waited for the server during ``work``: after each simple query and
+    each Sync."""
+    connection.ensure_connection()
+    server = connection.connection.pgconn
+    with TemporaryFile("w+") as lines:
+        server.trace(lines.fileno())
+        try:
+            work()
+        finally:
+            server.untrace()
+        lines.seek(0)
+        sent = [line.split("\t") for line in lines]
+    return sum(parts[1] == "F" and parts[3].strip() in ("Query", "Sync") for parts in sent)

@@ -4,7 +4,6 @@ results of single messages."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import psycopg
@@ -23,6 +22,7 @@ from idempotency._engine.transactions import durable_transaction
 from idempotency._hidden import Hidden
 from idempotency.models import IdempotencyKey
 from tests.kit.cutting import CHUNK_BYTES, Cut, cutting_proxy
+from tests.kit.database import messages
 from tests.kit.serving import Sender
 from tests.kit.tables import truncate
 from tests.kit.threads import in_background
@@ -58,22 +58,6 @@ def _forget() -> Iterator[None]:
         if prepared is not None:
             prepared.names.clear()
             prepared.losses = 0
-
-
-def messages(work: Callable[[], object]) -> int:
-    """Return how often libpq waited for the server during ``work``: after each simple query and
-    each Sync."""
-    connection.ensure_connection()
-    server = connection.connection.pgconn
-    with TemporaryFile("w+") as lines:
-        server.trace(lines.fileno())
-        try:
-            work()
-        finally:
-            server.untrace()
-        lines.seek(0)
-        sent = [line.split("\t") for line in lines]
-    return sum(parts[1] == "F" and parts[3].strip() in ("Query", "Sync") for parts in sent)
 
 
 @pytest.fixture
