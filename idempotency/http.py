@@ -62,29 +62,30 @@ def problems(view: AnyView) -> AnyView:
     return made  # type: ignore[no-any-return]
 
 
-def key_of(given: Any) -> str:
+def key_of(given: Any, *, key_from: key_header.KeyFrom | None = None) -> str:
     """Return the idempotency key of a request, or of a field of a GraphQL request.
 
     ``given`` is a request, whose header is read by the rules of ``@idempotent``, or the ``info`` of
     a resolver of Strawberry or Graphene. The key of a field is the key of the request and the whole
-    path of the field, so that each mutation of a request has a key of its own.
+    path of the field, so that each mutation of a request has a key of its own. ``key_from`` names
+    the place of the key if there is no header, such as "form:idempotency_key".
     Raises an error for a missing or invalid key, for which ``@problems`` returns a 400.
     """
     if not hasattr(given, "field_name"):
-        return _key_in(given)
+        return _key_in(given, key_from)
     context = given.context
     request = (
         context["request"] if isinstance(context, dict) else getattr(context, "request", context)
     )
     path = ".".join(map(str, given.path.as_list()))
-    key = f"{_key_in(request)}:{path}"
+    key = f"{_key_in(request, key_from)}:{path}"
     if len(key) > _LONGEST:
         raise key_invalid(f"The key and the path {path} have more than {_LONGEST} characters.")
     return key
 
 
-def _key_in(request: Any) -> str:
-    found = key_header.key_of(_of_django(request), request, None)
+def _key_in(request: Any, key_from: key_header.KeyFrom | None) -> str:
+    found = key_header.key_of(_of_django(request), request, key_from)
     if found is None:
         raise key_missing()
     return found.value

@@ -316,5 +316,16 @@ def test_a_field_of_graphql_has_the_key_of_the_request_and_its_whole_path() -> N
         key_of(info_of(long, "payment"))
 
 
+def test_the_key_of_a_form_and_that_of_the_header_must_be_the_same() -> None:
+    form = {"idempotency_key": "key-1"}
+    of_form = RequestFactory().post("/view/", form)
+    assert key_of(of_form, key_from="form:idempotency_key") == "key-1"
+    with pytest.raises(Exception, match="Send a unique key"):
+        key_of(of_form)
+    both = RequestFactory().post("/view/", form, headers={"Idempotency-Key": "key-2"})
+    with pytest.raises(Exception, match="two different keys"):
+        key_of(both, key_from="form:idempotency_key")
+
+
 def test_not_stored_is_public_here() -> None:
     assert not_stored(JsonResponse({})).content == b"{}"
