@@ -106,9 +106,10 @@ class Settings:
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that
     #: staged them.
     HAND_OVER_AFTER_COMMIT: bool = False
-    #: True counts requests, replays, conflicts and errors per minute for the dashboard. Each
-    #: process with ``django.contrib.admin`` in ``INSTALLED_APPS`` counts in memory. Every 10
-    #: seconds it writes the counts in one transaction, after the end of a request.
+    #: True counts requests, calls of operations, replays, conflicts and errors per minute for the
+    #: dashboard. Each process with ``django.contrib.admin`` in ``INSTALLED_APPS`` counts in memory.
+    #: Every 10 seconds it writes the counts in one transaction, after the end of a request or of an
+    #: operation.
     COUNT_REQUESTS: bool = True
     #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a
     #: middleware would set, or returns a context manager that stays open for the run. It is called

@@ -62,7 +62,7 @@ class IdempotencyKey(models.Model):
         ),
     )
     idempotency_key = models.CharField(
-        _("idempotency key"), max_length=255, help_text=_("The value that the client sent.")
+        _("idempotency key"), max_length=255, help_text=_("The value that the caller sent.")
     )
     user = models.ForeignKey(
         settings.AUTH_USER_MODEL,
@@ -144,7 +144,7 @@ class IdempotencyKey(models.Model):
         help_text=_("Number of runs that hung since the key was created or handed back."),
     )
     attempts = models.PositiveIntegerField(
-        _("attempts"), default=0, help_text=_("Number of claims, by clients and by the completer.")
+        _("attempts"), default=0, help_text=_("Number of claims, by callers and by the completer.")
     )
     begun = models.BooleanField(
         _("begun"),

@@ -58,7 +58,7 @@ NOTES = {
     "IdempotencyKey.stuck_at": "Time at which the key was marked as stuck.",
     "IdempotencyKey.completer_attempts": (
         "Number of runs by the completer since the key was created, handed back, or marked as stuck"
-        " with `unknown_recovery_point`."
+        " with a code that waits for a deploy."
     ),
     "IdempotencyKey.request_headers": (
         "The headers that a second run of a phased view needs, and the values of `keep=`. No"

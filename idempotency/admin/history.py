@@ -10,6 +10,7 @@ from django.utils.translation import gettext
 
 from idempotency._engine.dialects import HISTORY_LIMIT
 from idempotency._engine.history import HistoryEvent
+from idempotency._operations.definition import METHOD
 from idempotency.templatetags.idempotency_admin import aware
 
 #: Events that only the run itself writes, as its last one.
@@ -72,9 +73,15 @@ def history_of(key: Any) -> list[Event]:
         # The time of an event is the start of its statement. A statement that waited for the
         # previous one may be older.
         later = max(0.0, (at - before).total_seconds()) if at and before else None
-        found.append(Event(event["event"], event["detail"], at, later))
+        found.append(Event(event["event"], _detail(key, event), at, later))
         before = at or before
     return found
+
+
+def _detail(key: Any, event: dict[str, str]) -> str:
+    """Return the detail of an event. A run for the caller of an operation has no client."""
+    is_call = key.request_method == METHOD and event["event"] == HistoryEvent.CLAIMED
+    return "caller" if is_call and event["detail"] == "client" else event["detail"]
 
 
 def is_whole(key: Any) -> bool:

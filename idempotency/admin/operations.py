@@ -103,6 +103,12 @@ class OperationAnswerFields(PreviewedForm):
         label=_("Answer is"),
         widget=forms.RadioSelect,
     )
+    body = forms.CharField(
+        label=_("Result, or data of the refusal"),
+        widget=forms.Textarea(attrs={"rows": 12, "spellcheck": "false", "class": "idem-body"}),
+        required=False,
+        help_text=_("JSON. If it is empty, it is null."),
+    )
     code = forms.CharField(
         label=_("Code"),
         max_length=100,
@@ -115,12 +121,6 @@ class OperationAnswerFields(PreviewedForm):
         required=False,
         help_text=_("Of a refusal: the reason in words."),
         widget=forms.TextInput(attrs={"size": 60}),
-    )
-    body = forms.CharField(
-        label=_("Result, or data of the refusal"),
-        widget=forms.Textarea(attrs={"rows": 12, "spellcheck": "false", "class": "idem-body"}),
-        required=False,
-        help_text=_("JSON. If it is empty, it is null."),
     )
 
     def clean(self) -> dict[str, Any]:

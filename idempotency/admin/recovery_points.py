@@ -23,8 +23,9 @@ class DeclaredPoints:
         """Return the recovery points of the view or the operation: empty if it is plain, None if
         the running code does not have it."""
         if key.request_method == METHOD:
-            operation = find(key.request_path)
-            return operation and (operation.steps.points if operation.steps.is_phased else ())
+            if (operation := find(key.request_path)) is None:
+                return None
+            return operation.steps.points if operation.steps.is_phased else ()
         place = key.request_path.partition("?")[0], key.request_method, urlconf_of(key) or ""
         if place not in self._found:
             options = options_for(key)

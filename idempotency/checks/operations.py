@@ -6,10 +6,11 @@ from inspect import getclosurevars, isfunction, unwrap
 from typing import Any
 
 from django.core.checks import CheckMessage, register
+from django.db import connections
 
 from idempotency import conf
-from idempotency._operations.definition import registered
-from idempotency.checks import error
+from idempotency._operations.definition import Definition, registered
+from idempotency.checks import error, warning
 from idempotency.operations import Operation
 
 _CALLS = frozenset({"once", "aonce"})
@@ -17,8 +18,11 @@ _CALLS = frozenset({"once", "aonce"})
 
 @register
 def check_operations(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
-    """E014: a phased operation without ``retention_hours``. E015: one that a Celery task with
-    ``OnceTask`` calls."""
+    """E005, W016: an operation with an unknown ``using=``, or a ``retention_hours`` without effect.
+    E014: a phased operation without ``retention_hours``. E015: a phased operation that a Celery
+    task with ``OnceTask`` calls."""
+    for each in registered() if conf.are_valid() else ():
+        yield from _options(each)
     for each in registered() if conf.are_valid() else ():
         if each.steps.is_phased and each.retention_hours is None:
             yield error(
@@ -40,6 +44,25 @@ def check_operations(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
                 "Replace base=OnceTask by **RETRIES of idempotency.contrib.celery, because the key"
                 " of the operation replaces the inbox. Or stage the operation in the task.",
             )
+
+
+def _options(operation: Definition) -> Iterator[CheckMessage]:
+    if operation.using is not None and operation.using not in connections.settings:
+        yield error(
+            "idempotency.E005",
+            f"The operation {operation.name} has using={operation.using!r}, which is not a"
+            " database.",
+            f"The databases are: {', '.join(connections.settings)}.",
+        )
+    hours, least = operation.retention_hours, conf.get().RETENTION_HOURS
+    if isinstance(hours, int) and hours < least:
+        yield warning(
+            "idempotency.W016",
+            f"The operation {operation.name} has retention_hours={hours}, without effect:"
+            f" RETENTION_HOURS is {least}.",
+            f"Set retention_hours to at least {least}, or to 'forever'. Or lower RETENTION_HOURS:"
+            " existing keys keep their retention.",
+        )
 
 
 def _once_tasks() -> list[Any]:

@@ -29,7 +29,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('scope', models.CharField(help_text="The user, session or account that the key belongs to. Keys of other scopes are not visible.", max_length=200, verbose_name='scope')),
-                ('idempotency_key', models.CharField(help_text='The value that the client sent.', max_length=255, verbose_name='idempotency key')),
+                ('idempotency_key', models.CharField(help_text='The value that the caller sent.', max_length=255, verbose_name='idempotency key')),
                 ('user', models.ForeignKey(blank=True, db_constraint=False, db_index=False, null=True, on_delete=django.db.models.deletion.DO_NOTHING, related_name='+', to=settings.AUTH_USER_MODEL, verbose_name='user')),
                 ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), verbose_name='created at')),
                 ('request_method', models.CharField(max_length=20, verbose_name='request method')),
@@ -48,7 +48,7 @@ class Migration(migrations.Migration):
                 ('next_run_at', models.DateTimeField(blank=True, help_text='The completer does not run the key before this time.', null=True, verbose_name='next run at')),
                 ('completer_attempts', models.PositiveIntegerField(default=0, verbose_name='completer attempts')),
                 ('hangs', models.PositiveSmallIntegerField(db_default=0, default=0, help_text='Number of runs that hung since the key was created or handed back.', verbose_name='hangs')),
-                ('attempts', models.PositiveIntegerField(default=0, help_text='Number of claims, by clients and by the completer.', verbose_name='attempts')),
+                ('attempts', models.PositiveIntegerField(default=0, help_text='Number of claims, by callers and by the completer.', verbose_name='attempts')),
                 ('begun', models.BooleanField(db_default=False, default=False, help_text='Whether an attempt has committed a phase or begun a downstream call.', verbose_name='begun')),
                 ('refused_at', models.DateTimeField(blank=True, help_text='Time from which only a retry of the client runs the request. Nothing was begun before.', null=True, verbose_name='refused at')),
                 ('call_begun_at', models.DateTimeField(blank=True, help_text='Time at which the last key.call() began.', null=True, verbose_name='call begun at')),

@@ -32,6 +32,21 @@ def test_the_operations_of_the_tests_pass() -> None:
     assert found("idempotency.E014") == found("idempotency.E015") == []
 
 
+def test_an_option_that_has_no_effect_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        """Do nothing."""
+
+    made = [
+        operation("tests.elsewhere", using="nowhere")(work),
+        operation("tests.short", retention_hours=1)(work),
+        operation("tests.long", retention_hours=1000, using="default")(work),
+        operation("tests.forever", retention_hours="forever")(work),
+    ]
+    monkeypatch.setattr(checks, "registered", lambda: [each._definition for each in made])
+    for check_id, name in (("E005", "tests.elsewhere"), ("W016", "tests.short")):
+        assert [text.split()[2] for text in found(f"idempotency.{check_id}")] == [name]
+
+
 def test_a_phased_operation_without_a_retention_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
