@@ -173,7 +173,7 @@ class Rejected(IdempotencyError):
         raise TypeError("Rejected cannot be subclassed: a repeat raises Rejected itself.")
 
     def __str__(self) -> str:
-        return self.message or self.code
+        return str(self.message or self.code)
 
     def __repr__(self) -> str:
         return f"Rejected({self.code!r})"  # Reports of errors show it, and data may be personal.

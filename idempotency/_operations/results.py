@@ -22,7 +22,7 @@ class StoredResult(StoredResponse):
     def event_detail(self) -> str:
         if self.code == RETURNED:
             return "result"
-        return f"rejected: {summary(json.loads(self.body or b'{}')['code'])}"
+        return f"rejected: {summary(str(json.loads(self.body or b'{}')['code']))}"
 
 
 def stored(value: Any, name: str) -> StoredResponse:

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from idempotency._async import awaited
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency.exceptions import KeyStuck, Rejected
+from idempotency.jobs import refuse_generator
 from idempotency.models import FINISHED, STARTED
 
 Given = ParamSpec("Given")
@@ -34,11 +35,11 @@ class ServiceCall(Generic[Given, Made]):
             # A key whose first call begins now has never been sent: it cannot be forgotten.
             is_first = key.attempts == 1 or key.call_begun_at is None
             with key.call(self.name, None if is_first else int(self.valid_hours * 3600)) as call:
-                return awaited(function(call.key, **given()))
+                return self._value(function, call.key, given)
         with key.call(self.name, at_most_once=True) as once:
             if once.due:
                 try:
-                    once.record({"value": awaited(function(once.key, **given()))})
+                    once.record({"value": self._value(function, once.key, given)})
                 except Rejected as why:  # It took no effect, and a later attempt must not call.
                     once.record({"rejected": why.args})
         if not isinstance(once.result, dict):  # The value was no JSON: its description is stored.
@@ -46,6 +47,15 @@ class ServiceCall(Generic[Given, Made]):
         if "rejected" in once.result:
             raise Rejected(*once.result["rejected"])
         return once.result["value"]
+
+    def _value(
+        self, function: Callable[..., Any], key: str, given: Callable[[], dict[str, Any]]
+    ) -> Any:
+        value = awaited(function(key, **given()))
+        refuse_generator(self.name, value)
+        if isinstance(value, Rejected):
+            raise value
+        return value
 
 
 @dataclass(frozen=True, slots=True, repr=False)
