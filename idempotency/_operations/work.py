@@ -64,7 +64,7 @@ class OperationWork:
     @property
     def is_finished(self) -> bool:
         """Whether a run has stored its result, although an error followed."""
-        return isinstance(self.run, PhasedRun) and self.run.finished
+        return self.is_committed or (isinstance(self.run, PhasedRun) and self.run.finished)
 
     @property
     def is_unfinished(self) -> bool:
@@ -140,6 +140,11 @@ class OperationWork:
                 made = Hidden(() if step.call is None else (step.call.made(run.key, self._given),))
                 self._commit(run, partial(self._end_step, step, made))
             except Rejected as why:
+                if run.key.recovery_point != point:
+                    raise RuntimeError(
+                        "A hook of transaction.on_commit() was rejected after the step before"
+                        f" {run.key.recovery_point!r} was committed."
+                    ) from why
                 self._refuse_what_stays(point, why)
                 self._commit(run, partial(self._end_refused, point, why))
         return self.outcome(run.result())
@@ -155,8 +160,12 @@ class OperationWork:
         return result
 
     def _commit(self, run: PhasedRun, end: Callable[[AtomicPhase], None]) -> None:
-        """Run a transaction. A serialization failure repeats it, but not the call before it."""
+        """Run a transaction. A serialization failure repeats it, but not the call before it; that
+        of a hook after COMMIT repeats nothing."""
+        point = run.key.recovery_point
         for attempt in Attempts(run):
+            if run.key.recovery_point != point:
+                return
             with attempt:
                 with atomic_phase(run.key) as phase:
                     end(phase)
@@ -174,12 +183,20 @@ class OperationWork:
         """Store a refusal, and undo what the transactions before this point have committed."""
         undo = self.definition.steps.undo
         if undo is not None and point != STARTED:
-            awaited(undo(why, **self._given()))
+            self._result(undo, why)
         phase.finish_with(stored(why, self.name))
 
     def _refuse_what_stays(self, point: str, why: Rejected) -> None:
-        """Raise KeyStuck if an earlier transaction would stay, because nothing undoes it."""
-        if self.definition.steps.undo is None and point != STARTED:
+        """Raise KeyStuck if an earlier transaction would stay, because nothing undoes it, or a call
+        of an earlier run before which a deploy has inserted a step."""
+        if point == STARTED and self.definition.steps.of_point[point].call is None:
+            if self.run.key.begun:
+                raise KeyStuck(
+                    f"The operation {self.name} was rejected ({why.code}) by a step that a deploy"
+                    " has inserted before a call that was begun. The call may have taken effect."
+                    " Check the service, then answer the key."
+                )
+        elif self.definition.steps.undo is None and point != STARTED:
             raise KeyStuck(
                 f"The operation {self.name} was rejected ({why.code}) after {point!r} was"
                 " committed, and has no undo= that undoes that step. Undo it, then answer the key."
@@ -189,7 +206,8 @@ class OperationWork:
     def _refuse_unknown_calls(self, run: PhasedRun) -> None:
         """Raise CannotRun if an earlier attempt began a call that the running code does not make:
         under another name, the service would get another key, and would repeat the call. Raise
-        CallInDoubt for a keyed call that a deploy has changed to one at most once."""
+        CallInDoubt for a keyed call that a deploy has changed to one at most once, and if the
+        shortened history has lost the name of the last call."""
         keys = IdempotencyKey.objects.using(run.using).filter(pk=run.key.pk)
         begun = {
             event["detail"]
@@ -197,16 +215,23 @@ class OperationWork:
             for event in history
             if event["event"] == HistoryEvent.CALL_BEGUN
         }
-        calls = self.definition.steps.calls
+        calls, kept = self.definition.steps.calls, DownstreamCall.objects.using(run.using)
+        recorded = set(kept.filter(key_id=run.key.pk).values_list("name", flat=True))
         at_most_once = {name for name in begun & calls.keys() if calls[name].valid_hours is None}
-        if at_most_once:
-            kept = DownstreamCall.objects.using(run.using).filter(key_id=run.key.pk)
-            if switched := sorted(at_most_once - set(kept.values_list("name", flat=True))):
-                raise CallInDoubt(
-                    f"The call {switched[0]!r} was begun by code in which it was keyed(), and is"
-                    " at_most_once() now. It may have taken effect, and the service would repeat"
-                    " it. Check the service, then answer the key. Or deploy keyed() again."
-                )
+        if switched := sorted(at_most_once - recorded):
+            raise CallInDoubt(
+                f"The call {switched[0]!r} was begun by code in which it was keyed(), and is"
+                " at_most_once() now. It may have taken effect, and the service would repeat"
+                " it. Check the service, then answer the key. Or deploy keyed() again."
+            )
+        next_call = self.definition.steps.of_point[run.key.recovery_point].call
+        is_lost = not begun and run.key.call_begun_at is not None
+        if is_lost and next_call is not None and next_call.name not in recorded:
+            raise CallInDoubt(
+                "The history of the key has become too long, and its event of the last call was"
+                f" deleted. If that call had another name than {next_call.name!r}, the service"
+                " would repeat it. Check the service, then answer the key."
+            )
         if unknown := sorted(begun - calls.keys()):
             raise CannotRun(
                 StuckCode.UNKNOWN_RECOVERY_POINT,
