@@ -50,7 +50,7 @@ def storable_json(value: Any, encoder: json.JSONEncoder = _ENCODER) -> bytes:
     """
     text = encoder.encode(value)
     encoded = text.encode()  # refuses lone surrogates
-    if "\\u0000" in text.replace("\\\\", ""):
+    if "\\u0000" in text and "\\u0000" in text.replace("\\\\", ""):
         raise ValueError("it contains a NUL character")
     if not _has_names_only(value):
         raise ValueError(

@@ -177,10 +177,7 @@ class Operation(Generic[Given, Result]):
 
     def _named(self, args: Any, kwargs: Any) -> Hidden[dict[str, Any]]:
         """Return the arguments by name, as passed."""
-        signature = self._definition.steps.signature
-        if args or kwargs.keys() != signature.parameters.keys():
-            kwargs = dict(signature.bind(*args, **kwargs).arguments)
-        return Hidden(kwargs)
+        return Hidden(self._definition.steps.named(args, kwargs))
 
 
 @overload

@@ -78,16 +78,12 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     the request, because the key is new or nothing was begun for it."""
     in_one = vendor(using) == "postgresql" and request.unstorable is None
     text = statements_for(using)
-    claim, upsert = text.claim_phased, text.upsert
+    claim, upsert = text.for_phased(with_call=bool(request.first_call))
     parameters = _parameters(request, using)
     parameters.value["points"] = rows.array_parameter(recovery_points, using)
-    if request.first_call:
-        claim, upsert = text.claim_phased_with_call, text.upsert_with_call
-        parameters.value["call"] = request.first_call
-    first = claim if in_one else text.read
     for _ in range(_CLAIM_TRIES):
         try:
-            found = _send_claim(first, parameters, request, using)
+            found = _send_claim(claim if in_one else text.read, parameters, request, using)
             key = found.key
             if key is not None:
                 if found.expired:
@@ -117,8 +113,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             return Claim(ClaimOutcome.CLAIMED, key)
         # Another claim has inserted or changed the key, and the next attempt reads it; or a plain
         # view holds the key.
-        conflict = _holder_conflict(parameters, request, using) if key is None else None
-        if conflict:
+        if key is None and (conflict := _holder_conflict(parameters, request, using)):
             return conflict
     return Claim(ClaimOutcome.IN_PROGRESS)
 
@@ -151,8 +146,7 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
             return Claim(ClaimOutcome.IN_PROGRESS)
         # Another run holds the key: its holder tells whether the request is the same.
         if found.verdict == "other":
-            conflict = _holder_conflict(parameters, request, using)
-            return conflict or Claim(ClaimOutcome.IN_PROGRESS)
+            return _holder_conflict(parameters, request, using) or Claim(ClaimOutcome.IN_PROGRESS)
         if vendor(using) != "postgresql":
             found = _send_claim(statements_for(using).read, parameters, request, using)
         if found.key is None:
@@ -277,9 +271,8 @@ def _holder_conflict(parameters: Parameters, request: ClaimedRequest, using: str
     if vendor(using) != "postgresql":
         return None
     # Only plain runs set marks.
-    locks = Hidden(
-        lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint())
-    )
+    fingerprint = request.plain_fingerprint()
+    locks = Hidden(lock_parameters(request.scope, request.idempotency_key, fingerprint))
     row = fetch(HOLDER, Hidden(parameters.value | locks.value), using)
     if row is None or not row[0]:
         return None
@@ -287,16 +280,15 @@ def _holder_conflict(parameters: Parameters, request: ClaimedRequest, using: str
 
 
 def _parameters(request: ClaimedRequest, using: str) -> Parameters:
-    headers = request.request_headers
     # The field of the project's user model runs here.
-    user_id = IdempotencyKey._meta.get_field("user").get_db_prep_save(
-        request.user_id, connections[using]
-    )
+    field = IdempotencyKey._meta.get_field("user")
+    user_id = field.get_db_prep_save(request.user_id, connections[using])
     return Hidden(
         lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
         | dict(zip(statements.REQUEST, _columns_of(request), strict=True))
-        | {"user_id": user_id, "request_headers": json.dumps(headers) if headers else "{}"}
-        | {"seed": random_seed()}
+        | {"request_headers": json.dumps(headers) if (headers := request.request_headers) else "{}"}
+        | {"user_id": user_id, "seed": random_seed()}
+        | {"call_event": HistoryEvent.CALL_BEGUN, "call": request.first_call}
         | _of_claim("client", using)
     )
 

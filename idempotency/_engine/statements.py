@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from idempotency._engine.advisory_locks import KEY_LOCK, MARK_KEY, MARK_REQUEST
-from idempotency._engine.history import HistoryEvent
 from idempotency._engine.updates import (
     CLEAR_STUCK,
     NOT_REFUSED,
@@ -144,8 +143,7 @@ class Statements(Updates):
 
     @cached_property
     def _call_event(self) -> str:
-        event = self.dialect.event.replace("%(event)s", f"'{HistoryEvent.CALL_BEGUN}'")
-        return event.replace("%(detail)s", "%(call)s")
+        return self.dialect.event.replace("(event)", "(call_event)").replace("(detail)", "(call)")
 
     @cached_property
     def upsert(self) -> str:
@@ -170,6 +168,12 @@ class Statements(Updates):
             WHERE {self._claimable(unlocked)}
             RETURNING {self._claimed()}
         """)
+
+    def for_phased(self, *, with_call: bool) -> tuple[str, str]:
+        """Return the statements ``claim_phased`` and ``upsert``, or those that begin a call."""
+        if with_call:
+            return self.claim_phased_with_call, self.upsert_with_call
+        return self.claim_phased, self.upsert
 
     @cached_property
     def claim_phased(self) -> str:

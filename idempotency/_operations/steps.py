@@ -96,6 +96,12 @@ class Steps:
         self.calls = {each.call.name: each.call for each in chain if each.call is not None}
         self._refuse(chain, name)
 
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, as passed. Raises TypeError if they do not fit."""
+        if not args and kwargs.keys() == self.signature.parameters.keys():
+            return kwargs
+        return dict(self.signature.bind(*args, **kwargs).arguments)
+
     def _refuse(self, chain: tuple[Step[Any], ...], name: str) -> None:
         called = [each.call.name for each in chain if each.call is not None]
         for names in (self.points, called):
