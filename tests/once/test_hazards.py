@@ -12,6 +12,7 @@ from psycopg.errors import SerializationFailure
 from idempotency._operations.steps import Steps
 from idempotency.exceptions import (
     InterventionRequired,
+    NoOpenTransaction,
     Rejected,
     StuckCode,
     Unavailable,
@@ -169,3 +170,16 @@ def test_a_refusal_with_a_code_that_is_no_text_is_stored(code: Any) -> None:
             with pytest.raises(Rejected, match=str(code)) as caught:
                 note.once("key", name="one")
             assert caught.value.code == code
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_job_staged_with_the_key_of_another_database_has_no_second_key_there() -> None:
+    @operation("tests.elsewhere", using="shard_b")
+    def elsewhere() -> str:
+        return note.stage("key", name="one")._state.db or ""
+
+    with pytest.raises(NoOpenTransaction):
+        elsewhere.once("key")
+    with transaction.atomic():
+        assert elsewhere.once("key") == "default"
