@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from idempotency import signals
 from idempotency.contrib.prometheus import OUTCOMES, PHASE_SECONDS, DatabaseCollector
 from idempotency.decorators import idempotent
-from idempotency.exceptions import KeyStuck
+from idempotency.exceptions import KeyReused, KeyStuck
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring.measures import COUNT_LIMIT
 from idempotency.phases import atomic_phase
+from tests import operations
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, another_client
@@ -93,6 +95,23 @@ def test_a_conflict_is_counted_by_the_code_of_its_answer(
     assert outcomes()["conflict", "key_reused"] == 1
     assert [sender.send("/stuck/", "key-2").status_code for _ in "ab"] == [409, 409]
     assert outcomes()["conflict", "key_stuck"] == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_operations_are_counted_as_requests_are(
+    outcomes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "bank", operations.Bank())
+    for operation in (operations.note.once, partial(operations.charge.once, cents=9)):
+        assert operation("key", name="one") == operation("key", name="one")
+    with pytest.raises(KeyReused):
+        operations.note.once("key", name="two")
+    assert outcomes() == {
+        ("claimed", ""): 2,
+        ("finished", ""): 2,
+        ("replayed", ""): 2,
+        ("conflict", "key_reused"): 1,
+    }
 
 
 def test_a_counter_that_fails_has_no_effect_on_the_request(
