@@ -162,9 +162,7 @@ class Operation(Generic[Given, Result]):
         job.value["arguments"] = named.value
         if self._scope:
             job.value |= {"scope": self._scope, "user_id": self._user_id and str(self._user_id)}
-        # In the database of another key, the operation would get a second key.
-        alias = None if self._definition.using else self._definition.alias
-        return stage_job(STAGED_OPERATION, job.value, using=alias)
+        return stage_job(STAGED_OPERATION, job.value, using=self._definition.alias_of_jobs)
 
     if not TYPE_CHECKING:
 

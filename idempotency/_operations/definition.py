@@ -65,6 +65,13 @@ class Definition:
     def alias(self) -> str:
         return self.using or router.db_for_write(IdempotencyKey)
 
+    @property
+    def alias_of_jobs(self) -> str | None:
+        """The database of its staged jobs, in which a worker runs an operation without ``using``:
+        in another one, the operation would have a second key. None is the default of
+        ``stage_job``."""
+        return None if self.using else self.alias
+
     def misfit(self, arguments: dict[str, Any]) -> str:
         """Return why the functions cannot be called with stored arguments, or an empty string."""
         try:
