@@ -28,6 +28,8 @@ PEERS = (
     "drf_idempotencykey",
     "dbos",
 )
+#: The modules of this app; those of other systems are in ``benchmarks.peers``.
+OURS = {"ours": "benchmarks.ours", "operations": "benchmarks.our_operations"}
 #: The longest wait for an answer. A round, or a start with its migrations, takes seconds.
 PATIENCE_SECONDS = 120
 
@@ -96,7 +98,7 @@ class Contestant:
 
 def load(name: str) -> ModuleType:
     """Prepare a system in this process and return its module; Django must be set up."""
-    module = import_module("benchmarks.ours" if name == "ours" else f"benchmarks.peers.{name}")
+    module = import_module(OURS.get(name) or f"benchmarks.peers.{name}")
     getattr(module, "prepare", lambda: None)()
     return module
 

@@ -20,6 +20,12 @@ IN_A_ROUND = 15
 
 
 def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Return the figures of ``compete``, and those that compare this app with peers."""
+    found = compete(names, rounds)
+    return found | {"beside": beside(found)}
+
+
+def compete(names: Sequence[str], rounds: int) -> dict[str, Any]:
     """Return for each system its version and the figures of its kinds of request, or its error."""
     systems = {name: Contestant(name) for name in names}
     try:
@@ -50,7 +56,7 @@ def _compete(systems: dict[str, Contestant], rounds: int) -> dict[str, Any]:
     for name, of_rounds in taken.items():
         if "error" not in found[name]:
             found[name]["cases"] = summary(of_rounds)
-    return found | {"beside": beside(found)}
+    return found
 
 
 def beside(found: dict[str, Any]) -> dict[str, float]:

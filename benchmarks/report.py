@@ -22,6 +22,12 @@ RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = Path("docs/explanation/performance.md")
 CHART, CHART_HTTP = Path("docs/images/performance.svg"), Path("docs/images/performance-http.svg")
 OURS = {"plain": "ours, plain view", "ride": "ours, the ride"}
+#: The system, the view and the label of each row of the table of operations.
+WORKFLOWS = (
+    ("operations", "plain", "plain operation"),
+    ("operations", "call", "operation with a call"),
+    ("dbos_step", "call", "dbos, a workflow with one step"),
+)
 #: The name of each kind of request in the tables.
 KINDS = {
     "first": "first request",
@@ -97,6 +103,8 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _targets(results),
         "## One client, in process\n",
         _in_process(in_process),
+        "## Operations and workflows\n",
+        _workflows(part(results, "workflows")),
         "## What a request costs on any machine\n",
         _costs(part(results, "systems", "costs"), in_process),
         "## Over HTTP\n",
@@ -211,10 +219,6 @@ def _systems(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _ratios(figures: dict[str, Any]) -> str:
     """Return the table of the kinds of request of each system, as ratios to the bare view."""
-
-    def spread(row: dict[str, float] | None) -> str:
-        return f"{row['ratio']:.2f} ({row['ratio_q1']:.2f}-{row['ratio_q3']:.2f})" if row else "-"
-
     rows = []
     for system, view, label in _systems(figures):
         cases = figures[system].get("cases")
@@ -222,8 +226,12 @@ def _ratios(figures: dict[str, Any]) -> str:
             rows.append([label, figures[system]["error"], *["-"] * len(KINDS)])
             continue
         micros = f"{cases[f'{view} first']['median_us']:,}"
-        rows.append([label, micros, *[spread(cases.get(f"{view} {kind}")) for kind in KINDS]])
+        rows.append([label, micros, *[_spread(cases.get(f"{view} {kind}")) for kind in KINDS]])
     return table(["", "first request, us", *KINDS.values()], rows)
+
+
+def _spread(row: dict[str, float] | None) -> str:
+    return f"{row['ratio']:.2f} ({row['ratio_q1']:.2f}-{row['ratio_q3']:.2f})" if row else "-"
 
 
 def _processor_time(figures: dict[str, Any]) -> str:
@@ -285,6 +293,25 @@ def _in_process(figures: dict[str, Any]) -> str:
         " all processes of PostgreSQL:"
     )
     return text + "\n" + _processor_time(figures)
+
+
+def _workflows(figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        return not_measured(figures)
+    rows = []
+    for system, view, label in WORKFLOWS:
+        if (cases := figures[system].get("cases")) is None:
+            rows.append([f"{label}: {figures[system]['error']}", *["-"] * 2])
+        else:
+            rows.append(
+                [label, *(_spread(cases[f"{view} {kind}"]) for kind in ("first", "replay"))]
+            )
+    text = prose(
+        "An operation is a function that runs once for each key. The figures are ratios to a bare"
+        " function with the same INSERT, which is called by a bare view. The workflow of DBOS makes"
+        " the same call as a step, and has the INSERT in a transaction."
+    )
+    return text + "\n" + table(["", "first call", "repeat"], rows)
 
 
 def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from rides_demo.settings import DATABASES, INSTALLED_APPS, REDIS_URL
 
 INSTALLED_APPS = [
     *INSTALLED_APPS,
+    "benchmarks",
     "rest_framework",
     "rest_framework_idempotency_key",
     "drf_idempotencykey",

@@ -21,21 +21,21 @@ _INSERT = sqlalchemy.text("INSERT INTO bench_row (name) VALUES ('x') RETURNING i
 
 
 @_datasource.transaction()
-def _work() -> int:
+def work() -> int:
     return int(_datasource.sql_session().execute(_INSERT).scalar_one())
 
 
 @DBOS.step()
-def _charge() -> None:
+def charge() -> None:
     views.charge()
 
 
 @DBOS.workflow()
 def _ride() -> int:
-    _work()
-    _charge()
-    _work()
-    return _work()
+    work()
+    charge()
+    work()
+    return work()
 
 
 def _view(request: HttpRequest) -> HttpResponse:
