@@ -112,7 +112,7 @@ def test_a_stuck_key_is_found_explained_and_completed(
     visitor.shoot("admin-complete")
     page.get_by_role("button", name="Complete now").click()
 
-    expect(page.locator(".messagelist")).to_contain_text("The request was completed")
+    expect(page.locator(".messagelist")).to_contain_text("It was completed")
     expect(page.get_by_role("link", name="Complete now")).to_have_count(0)
     visitor.shoot("admin-completed-key")
     (booking,) = service.books()
@@ -164,7 +164,7 @@ def test_a_rider_who_was_kept_waiting_hears_of_it(service: Service, visitor: Vis
     charge_by_hand(service, stuck)
     admin.get_by_role("link", name="Complete now").click()
     admin.get_by_role("button", name="Complete now").click()
-    expect(admin.locator(".messagelist")).to_contain_text("The request was completed")
+    expect(admin.locator(".messagelist")).to_contain_text("It was completed")
 
     visitor.page.evaluate("window.dispatchEvent(new Event('focus'))")
 
