@@ -175,7 +175,7 @@ def test_a_refusal_with_a_code_that_is_no_text_is_stored(code: Any) -> None:
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_a_job_staged_with_the_key_of_another_database_has_no_second_key_there() -> None:
-    @operation("tests.elsewhere", using="shard_b")
+    @operation("tests.in_another_database", using="shard_b")
     def elsewhere() -> str:
         return note.stage("key", name="one")._state.db or ""
 
