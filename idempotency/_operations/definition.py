@@ -109,8 +109,9 @@ def find(name: str) -> Definition | None:
 
 
 def registered() -> tuple[Definition, ...]:
-    """Return all operations, for checks and commands."""
-    return tuple(_operations.values())
+    """Return the operations that were registered at the start of the project, for checks, pages and
+    commands."""
+    return tuple(each for name, each in _operations.items() if name in OPERATIONS)
 
 
 def work_line(method: str, path: str) -> str:
