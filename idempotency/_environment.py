@@ -1,7 +1,8 @@
-"""The environment of a stored key: what a project sets before code of it runs for the key.
+"""The environment of a stored key: the values that PREPARE_REQUEST sets before project code runs
+for the key.
 
-A process without clients runs no middleware. All code of a project that it runs for a key runs in
-this environment.
+The completer and the reaper run no middleware. They run all project code for a key in this
+environment.
 """
 
 import logging
@@ -28,13 +29,13 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, repr=False)
 class Environment:
-    """The request that an adapter has rebuilt, or the error that prevented the environment.
+    """The request that an adapter has rebuilt, or the error that prevented this.
 
-    After a ``failure`` no code of the project may run for the key: the environment could be that of
-    another tenant.
+    After a ``failure`` no project code may run for the key, because the environment could be that
+    of another tenant.
     """
 
-    #: None if the request could not be rebuilt, and for an operation.
+    #: None for an operation, and if the request could not be rebuilt.
     request: Any = None
     #: Whether PREPARE_REQUEST has set the sender of the request.
     sender_set: bool = False
@@ -51,10 +52,10 @@ Enter = Callable[[ExitStack, Environment, ClaimedKey], None]
 
 
 def in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment], Result]) -> Result:
-    """Call ``work`` in the environment that ``enter`` makes, and return its result. On return
-    nothing of the environment is left: its context variables are unset, its context manager is
-    closed, and the connections are checked. An error that prevents the environment is its
-    ``failure``; an error at its end is logged."""
+    """Call ``work`` in the environment that ``enter`` makes, and return the result of ``work``. On
+    return, the context variables of the environment are unset, its context manager is closed, and
+    the connections are checked. An error of ``enter`` becomes the ``failure`` of the environment;
+    an error at the end of the environment is logged."""
     return copy_context().run(_in_environment, key, enter, work)
 
 
@@ -69,7 +70,7 @@ def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment],
             try:
                 results.append(work(environment))
             except BaseException as error:
-                # The context manager of PREPARE_REQUEST might suppress it.
+                # The context manager of PREPARE_REQUEST could suppress this exception.
                 raised = error
     except FAILURES:
         text = "the context manager of PREPARE_REQUEST failed after key %s"
@@ -80,7 +81,7 @@ def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment],
 
 
 def prepare(stack: ExitStack, request: Any, key: ClaimedKey) -> None:
-    """Call PREPARE_REQUEST, and enter the context manager that it returns, if it is one."""
+    """Call PREPARE_REQUEST. If it returns a context manager, enter the context manager."""
     if (named := conf.get().PREPARE_REQUEST) is None:
         return
     returned = awaited(conf.named(named)(request, key))

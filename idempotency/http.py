@@ -1,4 +1,4 @@
-"""Call operations from views: the key of a request, and the error response of a refusal.
+"""Helpers for views that call operations: the key of a request, and error responses.
 
 A view that only calls an operation reads the key with ``key_of`` and has the decorator
 ``@problems``. It does not need ``@idempotent``.
@@ -32,16 +32,19 @@ _LONGEST = 255
 
 
 def problems(view: AnyView) -> AnyView:
-    """Decorate a view that calls an operation: return the error response of what ``once`` raises.
+    """Decorate a view that calls an operation: return an error response for an exception of
+    ``once``.
 
-    ``Rejected`` becomes a 422 with its code, message and data. ``InProgress``, ``KeyReused``,
-    ``InterventionRequired`` and ``Unavailable`` become the error responses of ``@idempotent``;
-    ``Unfinished`` becomes a 503 ``unfinished``, and its cause is logged. ERROR_RENDERER applies.
-    Other exceptions pass.
+    - Rejected: a 422 with the code, the message and the data of the refusal
+    - InProgress, KeyReused, InterventionRequired and Unavailable: the error responses of
+      ``@idempotent``
+    - Unfinished: a 503 ``unfinished``; the cause is logged
 
-    Under ATOMIC_REQUESTS a refusal is committed; all other errors roll the transaction of the
-    request back. The view may be ``async def``, a method, or a view of Django REST framework or
-    Ninja. Apply the decorator to the function itself, inside all other decorators.
+    The setting ERROR_RENDERER applies. The decorator does not catch other exceptions.
+
+    Under ATOMIC_REQUESTS a refusal commits the transaction of the request; each other error
+    response rolls it back. The view may be ``async def``, a method, or a view of Django REST
+    framework or Ninja. Apply the decorator to the function itself, inside all other decorators.
     """
 
     @wraps(view)
@@ -65,11 +68,12 @@ def problems(view: AnyView) -> AnyView:
 def key_of(given: Any, *, key_from: key_header.KeyFrom | None = None) -> str:
     """Return the idempotency key of a request, or of a field of a GraphQL request.
 
-    ``given`` is a request, whose header is read by the rules of ``@idempotent``, or the ``info`` of
-    a resolver of Strawberry or Graphene. The key of a field is the key of the request and the whole
-    path of the field, so that each mutation of a request has a key of its own. ``key_from`` names
-    the place of the key if there is no header, such as "form:idempotency_key".
-    Raises an error for a missing or invalid key, for which ``@problems`` returns a 400.
+    The argument ``given`` is a request, or the ``info`` of a resolver of Strawberry or Graphene.
+    The header of the request is read by the rules of ``@idempotent``. The key of a field consists
+    of the key of the request and the whole path of the field, so that each mutation of a request
+    has a separate key. The argument ``key_from`` names another place of the key, such as
+    "form:idempotency_key", for requests without the header.
+    Raises an exception for a missing or invalid key; ``@problems`` returns a 400 for it.
     """
     if not hasattr(given, "field_name"):
         return _key_in(given, key_from)
@@ -92,7 +96,7 @@ def _key_in(request: Any, key_from: key_header.KeyFrom | None) -> str:
 
 
 def _request_in(args: tuple[Any, ...]) -> HttpRequest:
-    """Return the request: the first argument of a function, or the second one of a method."""
+    """Return the request: the first argument of a function, or the second argument of a method."""
     for each in args[:2]:
         if isinstance(request := _of_django(each), HttpRequest):
             return request

@@ -1,11 +1,10 @@
-"""Operations: functions that run once per key, are driven to their end, and give every caller the
-same result.
+"""Operations: functions that run once per key, and return the same result to every caller.
 
 An app defines its operations in its module ``operations.py``, which is imported at the start of the
 project. Without ``call=`` and ``after=`` an operation is *plain*: one transaction contains the
-claim, its writes and its result. With them it is *phased*: each function is a transaction of its
-own, each call of a downstream service is made between two of them, and the completer continues it
-after a crash.
+claim, the writes and the result. With ``call=`` or ``after=`` it is *phased*: it may have several
+transactions, and no transaction is open during a call of a downstream service. After a crash, the
+completer continues a phased operation.
 """
 
 import logging
@@ -53,9 +52,9 @@ def keyed(
     """Return a call of a downstream service that a later attempt repeats with the same key.
 
     The function gets the key of the call, then the arguments of the operation by name. No
-    transaction is open. Its value is never stored: after a crash the call is repeated, so the
-    service must answer a repeat with the first answer. ``valid_hours`` is the time for which the
-    service remembers a key. After it, the key of the operation becomes stuck.
+    transaction is open. The value is never stored: after a crash the call is repeated, and the
+    service must repeat its first answer. The service remembers a key for ``valid_hours``. After
+    this time the call is not repeated, and the key of the operation becomes stuck.
     """
     if not isinstance(valid_hours, int | float) or not 0 < valid_hours <= 87_600:
         raise ValueError(f"valid_hours must be a number of hours above 0, not {valid_hours!r}.")
@@ -66,8 +65,8 @@ def at_most_once(function: Callable[Concatenate[str, Given], Made]) -> ServiceCa
     """Return a call of a downstream service that does not support idempotency keys.
 
     The value of the function must be JSON. It is stored, and later attempts get it without a call.
-    If a process dies during the call, the key becomes stuck, because the call may have taken
-    effect.
+    If the process dies during the call, or the function raises an exception other than Rejected,
+    the call may have taken effect. The next attempt then marks the key as stuck.
     """
     return ServiceCall(function, None)
 
@@ -77,8 +76,8 @@ def step(
     call: ServiceCall[Given, Made],
     after: Step[Given] | Callable[Given, Rejected | None] | None = None,
 ) -> Callable[[Callable[Concatenate[Made, Given], Rejected | None]], Step[Given]]:
-    """Make a step of a longer operation, for ``after=``: a call, and the transaction that gets its
-    value."""
+    """Make a step for the ``after=`` of a longer operation. A step is a call, and the transaction
+    of the decorated function, which gets the value of the call."""
     return lambda function: Step(function, call, after)
 
 
@@ -87,16 +86,16 @@ class Operation(Generic[Given, Result]):
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         update_wrapper(cast(Any, self), function)
-        #: The last function, for tests of it alone.
+        #: The last function, for its unit tests.
         self.function = function
         self._definition = definition
         self._scope, self._user_id = "", None
 
     def by(self, user: Any, *, scope: str = "") -> "Operation[Given, Result]":
-        """Return this operation for keys that ``user`` chose: each user has keys of their own. The
-        user is stored and shown. Permissions are for the caller to check, before each call.
+        """Return this operation for keys that ``user`` chose: each user has separate keys. The
+        user is stored with the key. The caller must check permissions before each call.
 
-        ``scope`` names the owner of the keys in another way, such as a session or a tenant.
+        The argument ``scope`` names another owner of the keys, such as a session or a tenant.
         Raises ValueError for an anonymous user without ``scope``.
         """
         if user.pk is None and not scope:
@@ -115,19 +114,19 @@ class Operation(Generic[Given, Result]):
     def once(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Run the operation, continue it, or return its stored result.
 
-        ``key`` has 1 to 255 characters, and belongs to this operation and the scope of ``by()``.
-        Arguments are JSON, and are compared as passed. In an open transaction a plain operation is
-        a savepoint of it: the key, the writes and the result commit or vanish with it.
+        The key has 1 to 255 characters, and belongs to this operation and the scope of ``by()``.
+        The arguments must be JSON, and are compared as passed. In an open transaction, a plain
+        operation is a savepoint: key, writes and result commit or roll back with the transaction.
 
-        After an exception of a plain operation nothing is stored. After one of a phased operation
-        before anything was begun, only another call with the key runs it.
+        After an exception of a plain operation other than Rejected, nothing is stored. If a phased
+        operation raises before its first commit and call, only another call with the key runs it.
         Raises Rejected if the operation was refused, now or in an earlier call.
-        Raises Unfinished if it failed after something was begun; the completer continues it.
+        Raises Unfinished if the operation failed after a commit or call. The completer continues.
         Raises InProgress while another run has the key.
         Raises KeyReused if the key was used with other arguments.
         Raises InterventionRequired if the key is stuck.
-        Raises Unavailable if the database was lost.
-        Raises TypeError for arguments and results that are not JSON.
+        Raises Unavailable if the operation cannot run or be confirmed now.
+        Raises TypeError for arguments, and for results of a plain operation, that are not JSON.
         Raises ValueError for an invalid key.
         Raises RuntimeError for a phased operation in an open transaction.
         """
@@ -146,12 +145,12 @@ class Operation(Generic[Given, Result]):
             return cast(Result, await in_thread(_without_leftovers, call))
 
     def stage(self, key: str, /, *args: Given.args, **kwargs: Given.kwargs) -> StagedJob:
-        """Stage a job in the open transaction that calls the operation once after COMMIT. Its
-        result, or its refusal, is stored in the key: ``once`` with the same key returns it.
+        """Stage a job in the open transaction. After the COMMIT, a worker runs the job, which calls
+        ``once``. The result or the refusal is stored in the key, for a later call of ``once``.
 
         Raises the errors of ``once`` for arguments and keys.
         Raises NoOpenTransaction outside a transaction.
-        Raises JobNotAllowed if the operation is not in a module ``operations.py`` of an app.
+        Raises JobNotAllowed if no module ``operations.py`` of an app defines or imports it.
         """
         refuse_key(key)
         refuse_operation(name := self._definition.name)
@@ -232,19 +231,20 @@ def operation(
 
     - ``name``: stored in each key, and required with ``call`` or ``after``. Do not change it: the
       same work under another name would run again. The default is the path of the function.
-    - ``call``: ``keyed(function, valid_hours=23)`` or ``at_most_once(function)``; the function with
-      the decorator gets its value first.
-    - ``after``: the first transaction, a function of the arguments, or a ``step`` before this one.
-      The name of the function is the recovery point, and is stored.
-    - ``undo(why, ...)``: runs in the transaction that stores a refusal, and undoes what earlier
-      transactions have committed. Without it, a refusal after such a commit makes the key stuck.
-    - ``retention_hours``: how long a key is kept after it is finished, if more than
-      RETENTION_HOURS, or "forever". Phased operations must set it. The arguments of a key that is
-      kept forever are deleted when it is finished.
+    - ``call``: ``keyed(function, valid_hours=23)`` or ``at_most_once(function)``. The decorated
+      function gets the value of the call as its first argument.
+    - ``after``: the first transaction, a function of the arguments; or the ``step`` before the
+      decorated function. The name of the function in ``after`` is a recovery point, and is stored.
+    - ``undo(why, ...)``: a function that undoes the writes of earlier transactions. It runs in the
+      transaction that stores a refusal. Without ``undo``, a refusal after a committed transaction
+      makes the key stuck.
+    - ``retention_hours``: the hours for which a key is kept after it is finished or refused, or
+      "forever". Hours below RETENTION_HOURS have no effect. Phased operations must set this option.
+      The arguments of a key that is kept forever are deleted when the key is finished.
     - ``lease_seconds``: the lock timeout; the default is LOCK_TIMEOUT_SECONDS.
-    - ``wait_seconds``: how long a second call waits for the first before it raises InProgress. In
-      an open transaction it does not wait.
-    - ``using``: the alias of the database; by default the one that the router chooses.
+    - ``wait_seconds``: the seconds for which a second call waits for the first before it raises
+      InProgress. In an open transaction a call does not wait.
+    - ``using``: the alias of the key's database; by default the alias that the router chooses.
 
     All functions have the same parameters, and get all arguments by name. The writes must go to the
     database of the key.
@@ -274,8 +274,8 @@ def run_staged(
     user_id: Any = None,
     using: str | None = None,
 ) -> Any:
-    """Run the operation of a staged job; ``using`` is the database of its row. A refusal is a
-    result, too: the job has done its work.
+    """Run the operation of a staged job; ``using`` is the database of the job's row. A refusal is
+    logged, and ends the job without an error.
 
     Raises the errors of ``Operation.once``, and JobNotAllowed for an unknown name.
     """

@@ -1,7 +1,8 @@
-"""What the engine asks of an adapter: the work of one run, what becomes of its result, and the work
+"""The interface between the engine and its adapters: the work of a run, its outcome, and the work
 of a stored key.
 
-The adapter of HTTP is ``idempotency._http``: its work is a view with a request.
+The adapter of HTTP is ``idempotency._http``: its work is a view with a request. The adapter of
+operations is ``idempotency._operations``: its work is the functions of an operation.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClaimedRequest:
-    """The columns of a key that a claim stores, to compare a retry with the request and to run it
-    again."""
+    """The columns of a key that a claim stores. They serve to compare a retry with the request, and
+    to run the request again."""
 
     scope: str
     idempotency_key: str
@@ -32,32 +33,32 @@ class ClaimedRequest:
     request_headers: dict[str, str]
     remote_addr: str
     request_fingerprint: str
-    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is
-    #: unknown.
+    #: Returns the fingerprint of this request in the version of a stored fingerprint; None if that
+    #: version is unknown.
     fingerprint_as: Callable[[str], str | None]
-    #: Returns the fingerprint that a plain run of this request has.
+    #: Returns the fingerprint of this request for a plain run.
     plain_fingerprint: Callable[[], str]
     retention_hours: int | None
     lease_seconds: int
-    #: The keyed call with which the work begins. The claim of a new key begins it, too.
+    #: The keyed call with which the work begins. The claim of a new key also begins this call.
     first_call: str = ""
-    #: Why the request cannot be stored: raised by a claim that would store it.
+    #: The reason why the request cannot be stored. A claim that would store it raises this.
     unstorable: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Outcome:
-    """What the work returned, or what an exception of it became."""
+    """The result of the work, or the result that the adapter has made of an exception."""
 
-    #: The caller gets it.
+    #: The value for the caller.
     value: Any
-    #: The status under which it is stored: an error from 400, a failure of the server from 500.
+    #: The status of the outcome: an error from 400, a failure of the server from 500.
     code: int
-    #: Whether it finishes the key.
+    #: Whether the outcome is stored, and finishes the key.
     is_stored: bool
     #: Whether a plain run commits its writes although it stores nothing.
     keeps_writes: bool = False
-    #: The exception of which the adapter has made this outcome.
+    #: The exception from which the adapter has made this outcome.
     cause: Exception | None = None
     #: Whether the caller gets the ``cause`` itself.
     is_raised: bool = False
@@ -68,12 +69,13 @@ class Outcome:
 
 
 class Work(Protocol):
-    """The work of one run: it is called once in each attempt."""
+    """The work of one run. The engine calls it once in each attempt."""
 
-    #: What it is, such as "view", and the dotted path of its function, for messages.
+    #: The kind of work, such as "view", and the path of the view or the name of the operation. Both
+    #: are for messages.
     kind: str
     name: str
-    #: What may mark a transaction for rollback unnoticed, for messages; each ends with a comma.
+    #: Code that may mark a transaction for rollback unnoticed, for messages; ends with a comma.
     rollback_causes: str
     #: The request for signals; None in a run of the completer.
     request: Any
@@ -84,7 +86,8 @@ class Work(Protocol):
     nests: bool
     #: All recovery points in order, with the first and the last; empty for a plain run.
     points: tuple[str, ...]
-    #: Whether messages of errors must not be stored, because they may quote what is not stored.
+    #: Whether messages of errors must not be stored, because they may quote values that are not
+    #: stored.
     hides_errors: bool
 
     @property
@@ -95,14 +98,13 @@ class Work(Protocol):
         """Return the isolation level of a plain run."""
 
     def other_databases(self, using: str) -> list[str]:
-        """Return the databases other than that of the key whose transactions a plain run opens and
-        commits."""
+        """Return the other databases, in which a plain run opens and commits transactions too."""
 
     def check_outer_transaction(self, using: str) -> None:
         """Raise RuntimeError if a plain run must not be a savepoint of the open transaction."""
 
     def bind(self, run: "Run") -> AbstractContextManager[None]:
-        """Make the run known to the work in the block."""
+        """Bind the run to the work for the duration of the block."""
 
     def call(self) -> Outcome:
         """Do the work once. Raises the exceptions of the work."""
@@ -111,18 +113,18 @@ class Work(Protocol):
         """Return the outcome for a value that the work returns, or that a phase stores."""
 
     def outcome_of(self, error: Exception) -> Outcome | None:
-        """Return the outcome for an exception of the work, which its framework may handle; or None
-        to raise it."""
+        """Return the outcome for an exception of the work, which the framework of the work may
+        handle. None means that the engine raises the exception."""
 
     def refusal_of(self, error: Exception) -> Outcome | None:
-        """Return the outcome for an exception that is raised and refuses the caller, as a 4xx does;
-        else None."""
+        """Return the outcome for an exception that the caller gets, and that refuses the caller as
+        a 4xx does. Return None for other exceptions."""
 
     def require_storable(self, value: Any) -> None:
         """Raise ResponseNotStorable for a value that a phase must not store."""
 
     def stored(self, value: Any) -> StoredResponse:
-        """Return what is stored of a value."""
+        """Return the part of a value that is stored."""
 
     def restored(self, key: ClaimedKey) -> Any:
         """Return the stored value of a finished key."""
@@ -137,15 +139,15 @@ class Work(Protocol):
         """Restore the state before the first attempt. Return False if that is not possible."""
 
     def note_committed(self) -> None:
-        """Record that the work is committed: ``is_committed`` is True, and ``put_back`` does
-        nothing."""
+        """Record that the work is committed. Afterwards ``is_committed`` is True, and ``put_back``
+        does nothing."""
 
     def put_back(self) -> None:
         """Restore the state in memory after a rollback, unless the work is committed."""
 
 
 class Run(Protocol):
-    """The run of a key, for its attempts and for its work."""
+    """The run of a key, as its attempts and its work use it."""
 
     work: Work
     using: str
@@ -167,7 +169,7 @@ class RerunResult:
 
     #: How the run ended, for the last error of the key.
     description: str
-    #: The run of the key; None if its work was not reached, and the key is still locked.
+    #: The run of the key; None if the work was not called, and the key is still locked.
     run: Any = None
     #: Whether the sender was refused.
     is_refused: bool = False
@@ -179,17 +181,17 @@ class RerunResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Abandoned:
-    """The result of ``on_abandon``: what is stored, or why nothing is."""
+    """The result of ``on_abandon``: the response to store, or the reason why there is none."""
 
     stored: StoredResponse | None
     failure: str = ""
 
 
 class StoredWork(Protocol):
-    """The work of a stored key, made from its row. Its methods run in the environment of the
-    key."""
+    """The work of a stored key, made from the row of the key. The methods run in the environment of
+    the key."""
 
-    #: Whether all parts of the work are stored. If not, only the client can send it again.
+    #: Whether all parts of the work are stored. If not, only the client can send the work again.
     is_whole: bool
     #: Whether messages of errors must not be stored.
     hides_errors: bool
@@ -204,7 +206,7 @@ class StoredWork(Protocol):
         """Return whether ``on_abandon`` settles the key; None if that is unknown now."""
 
     def require_on_abandon(self) -> bool:
-        """Return whether ``on_abandon`` settles the key. Raises why that is unknown now."""
+        """Return whether ``on_abandon`` settles the key. Raises the reason if that is unknown."""
 
     def abandon(self, key: ClaimedKey) -> Abandoned:
         """Call ``on_abandon`` with the claimed key. Raises its exceptions."""
@@ -218,12 +220,12 @@ class Adapter(Protocol):
         result."""
 
     def answer(self, value: Any) -> StoredResponse:
-        """Return what is stored of the value with which an operator answers a key. Raises
-        ValueError with the reason why the value cannot finish a key."""
+        """Return the response to store for the value with which an operator answers a key. Raises
+        ValueError with the reason if the value cannot finish a key."""
 
 
-#: The adapters by the request method of their keys; that of HTTP has all other methods. The method
-#: of another adapter contains a space, so that no client can send it.
+#: The adapters by the request method of their keys. The adapter of HTTP has all methods that no
+#: other adapter has. The method of another adapter contains a space, so that no client can send it.
 _adapters: dict[str, Adapter] = {}
 HTTP = "HTTP"
 

@@ -1,9 +1,10 @@
-"""Decisions about a key from outside its run: it becomes stuck, or an operator changes it.
+"""Decisions about a key from outside its run: the key becomes stuck, or an operator changes it.
 
-Each change is one conditional UPDATE in autocommit. A decision names the claim token, and
-optionally the recovery point, that the operator saw. If a run has claimed or moved the key since,
-nothing changes. A decision that moves the key also writes a new token: of two operators who act at
-once one succeeds, and a late run is fenced off.
+Each change is one conditional UPDATE in autocommit. A decision contains the claim token, and
+optionally the recovery point, that the operator saw. If a run has claimed or moved the key since
+then, nothing changes. A decision that moves the key also writes a new token. If two operators
+decide at the same time, only one decision takes effect. A late run cannot commit after such a
+decision.
 """
 
 # ruff: noqa: S608 - only names and conditions are formatted into statements
@@ -24,7 +25,7 @@ from idempotency._text import storable, summary
 from idempotency.exceptions import StuckCode
 from idempotency.models import DownstreamCall, IdempotencyKey
 
-#: The number of runs that hang before a key becomes stuck. Each of them costs the process of a
+#: The number of runs that hang before a key becomes stuck. Each such run ends the process of a
 #: loop.
 MOST_HANGS = 3
 #: A name of 100 characters and a note of 150 fit.
@@ -33,8 +34,8 @@ _MAX_DETAIL_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Decision:
-    """The decision of an operator about a key, and the state that the operator saw. If ``at`` is
-    None it is not compared."""
+    """The decision of an operator about a key, and the state that the operator saw. The recovery
+    point ``at`` is compared unless it is None."""
 
     pk: int
     seen: uuid.UUID | None
@@ -60,7 +61,8 @@ def _calls(using: str) -> str:
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str, request: Any = None) -> bool:
-    """Mark a key as stuck if no run holds it, and announce it; return whether this call did it."""
+    """If no run holds a key, mark it as stuck and announce it. Return whether this call marked the
+    key."""
     if not _give_up(pk, code, reason, using):
         return False
     announce_stuck(pk, request, using=using)
@@ -73,10 +75,10 @@ def _give_up(pk: int, code: str, reason: str, using: str) -> bool:
 
 
 def mark_hung(key: ClaimedKey, location: str, *, delay_seconds: float, using: str) -> bool:
-    """End the claim of a run that hangs at ``location``, so that the completer does not take the
-    key before ``delay_seconds``. After the last of ``MOST_HANGS`` hangs, mark the key as stuck;
-    return whether this call did it. Nothing changes if the run has renewed its lock, or another run
-    has claimed the key."""
+    """End the claim of a run that hangs at ``location``. The completer claims the key again after
+    ``delay_seconds`` at the earliest. After the last of ``MOST_HANGS`` hangs, mark the key as
+    stuck. Return whether this call marked the key. Nothing changes if the run has renewed its lock,
+    or another run has claimed the key."""
     text, error = statements_for(using), storable(f"The run hung at {location}.")
     statement = one_line(f"""
         UPDATE {TABLE} AS k
@@ -147,7 +149,7 @@ def acknowledge(decision: Decision) -> bool:
 
 
 def calls_of(pk: int, *, using: str) -> str:
-    """Return a text that changes with each call of the key; empty if there is no such key."""
+    """Return a text that changes with each ``key.call()``. It is empty if there is no such key."""
     statement = f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s"
     row = fetch(statement, Hidden({"id": pk}), using)
     return row[0] if row else ""
@@ -156,8 +158,8 @@ def calls_of(pk: int, *, using: str) -> str:
 def _change(
     decision: Decision, changes: str, condition: str, *, moves: bool = True, **values: Any
 ) -> bool:
-    """Change an unfinished key if it was not claimed since the operator saw it, and write the
-    history."""
+    """Change an unfinished key if no run has claimed it since the operator saw it. Write the event
+    into the history, and return whether the key was changed."""
     using = decision.using
     parameters: Parameters = Hidden(values)
     del values

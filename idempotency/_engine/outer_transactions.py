@@ -1,20 +1,20 @@
-"""Transactions that other code has opened: whether there is one, and whose function it may be."""
+"""Transactions that other code has opened, and functions that may have opened them."""
 
 import sys
 from types import FrameType
 
 from django.db import connections
 
-#: Packages whose functions may stand between the cause and this app.
+#: Packages whose functions may be on the stack between the cause and this app.
 _BETWEEN = sys.stdlib_module_names | {"idempotency", "django", "asgiref", "rest_framework", "ninja"}
-#: The module from which the server calls a request, and outside of which no function belongs to it.
+#: The modules that start a request. Functions outside them on the stack do not belong to it.
 _HANDLERS = ("django.core.handlers.wsgi", "django.core.handlers.asgi", "django.test.client")
 
 
 def nearest_function() -> str:
     """Return a sentence with the nearest function of the project or of another package on the
-    stack; empty if this thread has none. It is a hint, because another function further out may be
-    the cause."""
+    stack; an empty text if there is none. The sentence is only a hint, because a function further
+    out may have opened the transaction."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (module := str(frame.f_globals.get("__name__"))) not in _HANDLERS:
         if module.partition(".")[0] not in _BETWEEN:
@@ -25,15 +25,15 @@ def nearest_function() -> str:
 
 
 def in_outer_transaction(using: str) -> bool:
-    """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a
-    ``TestCase`` does not count."""
+    """Return whether a transaction is open. The transaction of a ``TestCase`` does not count, as in
+    Django's ``atomic(durable=True)``."""
     blocks = connections[using].atomic_blocks
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
 def require_autocommit(using: str) -> None:
-    """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then
-    commits nothing."""
+    """Raise RuntimeError if Django's autocommit is off. A block of ``atomic()`` commits nothing
+    then, so an open block is checked too."""
     connection = connections[using]
     if not (
         connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()
@@ -46,8 +46,8 @@ def require_autocommit(using: str) -> None:
 
 
 def require_no_transaction(using: str) -> None:
-    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and
-    without autocommit."""
+    """Raise RuntimeError if a transaction is open, because its rollback would undo committed
+    phases. Raise RuntimeError also if autocommit is off."""
     require_autocommit(using)
     if in_outer_transaction(using):
         raise RuntimeError(

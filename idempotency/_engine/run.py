@@ -1,7 +1,7 @@
 """Run the work of a key: claim the key, call the work, and settle the key.
 
 A plain run has one transaction (``plain_run``). A phased run claims the key first, continues from
-its recovery point, and settles the key at its end.
+the recovery point of the key, and settles the key at the end.
 """
 
 from functools import partial
@@ -44,8 +44,8 @@ _value = attrgetter("scope", "idempotency_key")
 
 
 def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
-    """Claim the key and do the work in one transaction. A rollback also restores the state of the
-    work.
+    """Claim the key and do the work in one transaction. A rollback of the transaction also restores
+    the state of the work in memory.
 
     Raises InProgress, KeyReused, InterventionRequired or Unavailable if the key cannot be claimed.
     """
@@ -72,12 +72,12 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
                 ) from error
             if not instead.is_stored:
                 return instead.value
-            # The writes of work that raised are rolled back, as under ATOMIC_REQUESTS; its outcome
-            # is stored.
+            # The work raised: its writes are rolled back, as under ATOMIC_REQUESTS. Only its
+            # outcome is stored.
             claim, outcome = run.attempt(lambda: instead)
         finally:
-            # Break the cycle of this frame and the traceback of its cause, which keeps the request
-            # in memory.
+            # Break the cycle between this frame and the traceback of the cause. The cycle would
+            # keep the request in memory.
             del instead
     if outcome is None:
         return replay_or_raise(claim, work, using=using)
@@ -110,8 +110,8 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
 
 
 def run_claimed(run: PhasedRun) -> Any:
-    """Do the work of a claimed key, and settle the key. On return or exception ``run.final_state``
-    is the state of the key, as far as this process knows it."""
+    """Do the work of a claimed key, and settle the key. On return or exception, ``run.final_state``
+    is the last state of the key that this process knows."""
     key = run.key
     try:
         outcome = _run_and_settle(run)
@@ -129,14 +129,14 @@ def run_claimed(run: PhasedRun) -> Any:
 
 
 def _run_and_settle(run: PhasedRun) -> Outcome:
-    """Do the work and settle the key. An exception of ``settle`` ends the run like one of the work,
-    and is settled too."""
+    """Do the work and settle the key. An exception of ``settle`` is settled like an exception of
+    the work."""
     try:
         try:
             result = _run_attempts(run)
         except Exception as error:
-            # ``outcome_of`` was not asked, because the cause is a failure that was retried. A
-            # refusal still is an outcome.
+            # The last attempt did not call ``outcome_of``, because the exception was one to retry.
+            # If the exception refuses the caller, it still has an outcome.
             if (refusal := run.work.refusal_of(error)) is None:
                 raise
             result = refusal
@@ -146,7 +146,7 @@ def _run_and_settle(run: PhasedRun) -> Outcome:
 
 
 def _run_attempts(run: PhasedRun) -> Outcome:
-    """Do the work, and again after a serialization failure."""
+    """Do the work. After a serialization failure, do it again."""
     work = run.work
     if run.key.recovery_point not in work.points:
         raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(run.key))
@@ -169,7 +169,7 @@ def _run_attempts(run: PhasedRun) -> Outcome:
 
 
 def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
-    """Write what becomes of the key of a phased run. Return the outcome for the caller, or raise
+    """Write the final state of the key of a phased run. Return the outcome for the caller, or raise
     the exception.
 
     The first case that fits decides:
@@ -178,11 +178,11 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
     - ``KeyStuck``, if the key is not finished: the key is stuck.
     - ``NotReplicated`` and other exceptions: the key is released at its last recovery point.
     - the outcome that a phase has stored: the commit of the phase has finished the key.
-    - a failure (a code from 500) of an exception, after something was begun: released.
-    - an outcome that should be stored, but was not stored by a phase: a mistake of the work.
-    - an error before any effect that should be stored: it finishes the key.
+    - an exception with a code from 500, after something was begun: the key is released.
+    - an outcome to store that no phase has stored: ResponseNotCommitted is raised.
+    - an error to store, before anything was begun: the error finishes the key.
     - another refusal: the key is refused, so that only a repeat of the caller runs it.
-    - anything else: released.
+    - any other outcome: the key is released.
     """
     if isinstance(result, BaseException):
         _settle_exception(run, result)
@@ -198,8 +198,8 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         case _ if run.finished or (is_definitive and not is_early_error):
             run.calls.require_no_doubt()
             raise _uncommitted(result) from result.cause
-        # The completer has no caller who waits. It stores no early error, because a repeat may get
-        # another one.
+        # No caller waits for the completer. It stores no early error, because a repeat of the
+        # caller may get another result.
         case _ if is_definitive and not run.work.by_completer:
             stored = run.work.stored(result.value)
             repeat(partial(fence.finish, key, stored, using=using, untouched=True))
@@ -222,8 +222,8 @@ def _settle_exception(run: PhasedRun, error: BaseException) -> NoReturn:
             _mark_stuck(run, code, reason)
             raise error_for_stuck(code) from error
         case NotReplicated():
-            # A release may wait without end now. The last commit may have finished the key, and a
-            # failover may undo that.
+            # A release could now wait without end for the standby. The last commit may have
+            # finished the key, but a failover may undo that commit.
             release_later(run.key, error_text(error), using=run.using)
         case _ if not run.finished:
             _release(run.key, error_text(error, withheld=run.work.hides_errors), using=run.using)
@@ -246,19 +246,19 @@ def _uncommitted(outcome: Outcome) -> ResponseNotCommitted:
 
 
 def _value_of_other_run(run: PhasedRun, key: ClaimedKey) -> Any:
-    """Return the value of the run that has taken over the key. The other run may be this one: then
-    the result of its COMMIT was lost."""
+    """Return the value of the run that has taken over the key. If the connection was lost during a
+    COMMIT of this run, the value may be that of this run itself."""
     _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=run.using)
     other = rows.read(key.pk, using=run.using)
     if other is not None and _value(other) != _value(key):
-        other = None  # A failover that lost this key has given its id to another.
+        other = None  # A failover lost this key, and another key has got its id.
     run.note_final_state(other)
     return replay_of_other_run(other, run.work)
 
 
 def _release(key: ClaimedKey, error: str, *, using: str) -> None:
-    """Release the key; after a database error retry on a new connection, then in a thread until the
-    lock expires."""
+    """Release the key. After a database error, retry once on a new connection, and then in a thread
+    until the lock expires."""
     for attempt in (1, 2):
         try:
             fence.release(key, error, using=using)
@@ -274,9 +274,11 @@ def _release(key: ClaimedKey, error: str, *, using: str) -> None:
 
 
 def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
-    """Mark the key as stuck; retry once on a new connection. Announce it unless its code is
-    unchanged. Raises LockLost if another run has the key: the caller then gets the result of that
-    run."""
+    """Mark the key as stuck; after a database error, retry once on a new connection. Announce the
+    stuck key if its code has changed.
+
+    Raises LockLost if another run has the key. The caller then gets the result of that run.
+    """
     key, before = run.key, run.key.stuck_code
     try:
         fence.mark_stuck(key, code, reason, using=run.using)

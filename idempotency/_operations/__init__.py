@@ -1,5 +1,9 @@
 """The adapter of functions: an operation is work that the engine runs once per key.
 
-``results`` is what is stored, ``steps`` the transactions and calls, ``definition``
-the operations by name, ``work`` a run for a caller, and ``stored`` a run for the completer.
+- ``definition``: the operations by name
+- ``steps``: the transactions and the calls of an operation
+- ``results``: the JSON that is stored
+- ``call``: the call of an operation
+- ``work``: the work of a run
+- ``stored``: the work of a stored key, for the completer
 """

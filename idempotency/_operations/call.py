@@ -1,4 +1,4 @@
-"""Call an operation: claim its key, run it, and tell the caller how it ended."""
+"""Call an operation: claim its key, run it, and return or raise the result for the caller."""
 
 import time
 from typing import Any
@@ -25,12 +25,13 @@ from idempotency.exceptions import (
 )
 from idempotency.signals import RequestOutcome
 
-#: The rest of the column is for the name of the operation.
+#: The name of the operation is stored in the same column.
 MAX_SCOPE = 99
 
 _IN_TRANSACTION = (
-    "The operation {0} commits its own transactions, so it cannot run in an open one. Call"
-    " {0}.stage(key, ...) here, which calls it after the COMMIT, or leave the transaction first."
+    "The operation {0} commits its own transactions, so it cannot run in an open transaction. Call"
+    " {0}.stage(key, ...) here, which calls the operation after the COMMIT. Or leave the"
+    " transaction first."
     " Under ATOMIC_REQUESTS, decorate the view with django.db.transaction.non_atomic_requests."
 )
 _LATE = (
@@ -94,7 +95,8 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
 
 
 def _announce(work: OperationWork, outcome: RequestOutcome, seconds: float) -> None:
-    """Send ``request_answered``. The work of a run can be rolled back with an outer transaction."""
+    """Send ``request_answered``. If the operation ran in an outer transaction, send it after the
+    COMMIT of that transaction, because a rollback would undo the operation."""
     key = work.run.key if work.run is not None else None
     ran = key is not None and outcome is RequestOutcome.RAN
     emit: Any = events.emit_committed if ran else events.emit

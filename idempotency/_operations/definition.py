@@ -1,4 +1,4 @@
-"""The operations of the project by name: the completer runs no others."""
+"""The operations of the project by name. The completer runs only these."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +25,7 @@ class Definition:
 
     name: str
     steps: Steps
-    #: The path of its function, for messages.
+    #: The path of the last function, for messages.
     path: str
     retention_hours: Retention = None
     lease_seconds: int | None = None
@@ -67,9 +67,9 @@ class Definition:
 
     @property
     def alias_of_jobs(self) -> str | None:
-        """The database of its staged jobs, in which a worker runs an operation without ``using``:
-        in another one, the operation would have a second key. None is the default of
-        ``stage_job``."""
+        """The database of the staged jobs of this operation. A worker runs an operation without
+        ``using`` in the database of the job, because in another database the operation would have
+        a second key. None is the default of ``stage_job``."""
         return None if self.using else self.alias
 
     def misfit(self, arguments: dict[str, Any]) -> str:
@@ -84,14 +84,14 @@ class Definition:
 def register(definition: Definition) -> None:
     """Add an operation. Raises ValueError if another function has its name.
 
-    An operation that is registered after the start of the project is not added: the completer of
-    another process could not find it.
+    A phased operation that is registered after the start of the project is not added, because the
+    completer of another process could not find it.
     """
     former = _operations.get(definition.name)
     if former is not None and former.path != definition.path:
         raise ValueError(
             f"Two operations have the name {definition.name!r}: {former.path} and"
-            f" {definition.path}. Their keys would be the same. Rename the new one."
+            f" {definition.path}. Their keys would be the same. Rename the new operation."
         )
     if not (apps.ready and definition.steps.is_phased):
         _operations[definition.name] = definition
@@ -100,7 +100,7 @@ def register(definition: Definition) -> None:
 
 
 def scope_of(name: str, scope: str) -> str:
-    """Return the stored scope of the keys of an operation, for the scope of ``by()`` or none."""
+    """Return the stored scope of an operation's keys; ``scope`` is that of ``by()``, or empty."""
     return f"{name}:{scope}" if scope else name
 
 

@@ -26,8 +26,8 @@ class StoredResult(StoredResponse):
 
 
 def stored(value: Any, name: str) -> StoredResponse:
-    """Return what is stored of the result of the operation ``name``. Raises TypeError if it is not
-    JSON."""
+    """Return the result of the operation ``name`` as it is stored. Raises TypeError if the result
+    is not JSON."""
     if isinstance(value, Rejected):
         parts = {"code": value.code, "message": value.message, "data": value.data}
         return StoredResult(REJECTED, {}, encoded(parts, f"The refusal of {name}"))
@@ -43,8 +43,8 @@ def restored(code: int, body: bytes | None) -> Any:
 
 
 def encoded(value: Any, what: str) -> bytes:
-    """Return a value as JSON; equal values become equal bytes. Raises TypeError if the value is not
-    JSON or too large."""
+    """Return a value as JSON. The JSON of equal values has equal bytes. Raises TypeError if the
+    value is not JSON, or is too large."""
     try:
         found = storable_json(value, _CANONICAL)
     except (TypeError, ValueError, RecursionError) as error:

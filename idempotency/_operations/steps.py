@@ -1,4 +1,4 @@
-"""The steps of an operation: each is a call of a downstream service, and a transaction after it."""
+"""The steps of an operation. A step is a transaction, and the call before it, if there is one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ServiceCall(Generic[Given, Made]):
         Rejected if the service refuses it."""
         function: Callable[..., Any] = self.function
         if self.valid_hours is not None:
-            # A key whose first call begins now has never been sent: it cannot be forgotten.
+            # The service cannot have forgotten a key that is sent for the first time.
             is_first = key.attempts == 1 or key.call_begun_at is None
             with key.call(self.name, None if is_first else int(self.valid_hours * 3600)) as call:
                 return self._value(function, call.key, given)
@@ -40,9 +40,9 @@ class ServiceCall(Generic[Given, Made]):
             if once.due:
                 try:
                     once.record({"value": self._value(function, once.key, given)})
-                except Rejected as why:  # It took no effect, and a later attempt must not call.
+                except Rejected as why:  # No effect, but a later attempt must not call again.
                     once.record({"rejected": why.args})
-        if not isinstance(once.result, dict):  # The value was no JSON: its description is stored.
+        if not isinstance(once.result, dict):  # The value was not JSON; its description is stored.
             raise KeyStuck(f"The call {self.name!r} was made, and returned {once.result}.")
         if "rejected" in once.result:
             raise Rejected(*once.result["rejected"])
@@ -60,7 +60,7 @@ class ServiceCall(Generic[Given, Made]):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Step(Generic[Given]):
-    """One transaction, and the call whose value its function gets."""
+    """One transaction, and the call before it, whose value the function of the transaction gets."""
 
     function: Callable[..., Any]
     call: ServiceCall[Given, Any] | None
@@ -80,7 +80,7 @@ class Step(Generic[Given]):
 
 
 class Steps:
-    """The steps of an operation, by the recovery point before each."""
+    """The steps of an operation, by the recovery point before each step."""
 
     def __init__(self, last: Step[Any], undo: Callable[..., Any] | None, name: str) -> None:
         chain = last.chain()
@@ -91,13 +91,14 @@ class Steps:
         self.points = (STARTED, *(each.function.__name__ for each in chain[:-1]), FINISHED)
         self.of_point = dict(zip(self.points, chain, strict=False))
         first = chain[0].call
-        #: The keyed call of the first step. The claim of a new key begins it, too.
+        #: The keyed call of the first step. The claim of a new key also begins this call.
         self.first_call = first.name if first and first.valid_hours is not None else ""
         self.calls = {each.call.name: each.call for each in chain if each.call is not None}
         self._refuse(chain, name)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name, as passed. Raises TypeError if they do not fit."""
+        """Return the arguments by name, as passed. Raises TypeError if they do not fit the
+        parameters."""
         if not args and kwargs.keys() == self.signature.parameters.keys():
             return kwargs
         return dict(self.signature.bind(*args, **kwargs).arguments)

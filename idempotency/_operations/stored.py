@@ -32,7 +32,7 @@ class OperationAdapter:
         )
 
     def answer(self, value: Any) -> StoredResponse:
-        """An operator answers with a JSON value, or with a Rejected."""
+        """Return what is stored of the answer of an operator: a JSON value, or a Rejected."""
         try:
             return stored(value, "the operation")
         except TypeError as error:
@@ -43,8 +43,8 @@ class OperationAdapter:
 
 
 def _enter(stack: ExitStack, environment: Environment, key: ClaimedKey) -> None:
-    """Let PREPARE_REQUEST choose the shard of the key, in a project with several databases. There
-    is no request."""
+    """Call PREPARE_REQUEST, without a request, in a project with several databases. It can set the
+    shard of the key."""
     stack.enter_context(translation.override(settings.LANGUAGE_CODE))
     if len(list(connections)) > 1:
         prepare(stack, None, key)
@@ -64,7 +64,7 @@ class StoredOperation:
         return bytes(self._key.request_body or b"{}")
 
     def _obstacle(self) -> tuple[str, str] | None:
-        """Return the stuck code and the reason if the running code cannot continue."""
+        """Return the stuck code and the reason if the running code cannot continue the key."""
         name, definition = self._key.request_path, self._definition
         if definition is None or not definition.steps.is_phased:
             return StuckCode.OPERATION_MISSING, (
@@ -75,8 +75,8 @@ class StoredOperation:
         if why := definition.misfit(json.loads(self._arguments())):
             return StuckCode.ARGUMENTS_CHANGED, (
                 f"The stored arguments do not fit {name}{definition.steps.signature}: {why}. Deploy"
-                " a default for a new parameter, or restore the old one. After the deploy, the"
-                " completer continues."
+                " a default for each new parameter, or restore the removed parameters. After the"
+                " deploy, the completer continues."
             )
         return None
 

@@ -41,8 +41,8 @@ from idempotency.models import STARTED, DownstreamCall, IdempotencyKey
 
 
 class OperationWork:
-    """The functions of an operation with the arguments of one key. Its values are the parts that
-    are stored."""
+    """The functions of an operation with the arguments of one key. The value of this work is the
+    stored result."""
 
     kind = "operation"
     rollback_causes = "by set_rollback(True),"
@@ -63,19 +63,21 @@ class OperationWork:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a run has stored its result, although an error followed."""
+        """Whether the run has stored the result, even if an error followed."""
         return self.is_committed or (isinstance(self.run, PhasedRun) and self.run.finished)
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a run has begun something, and has left the key to the completer."""
+        """Whether the run has begun a call or committed a transaction, and has released the key, so
+        that the completer continues it."""
         run = self.run
         return (
             isinstance(run, PhasedRun) and run.key.begun and run.final_state is FinalState.RELEASED
         )
 
     def claimed_request(self, key: str, scope: str, user_id: Any) -> ClaimedRequest:
-        """Return the columns that a claim stores; arguments only for the completer."""
+        """Return the columns that a claim stores. They contain the arguments only if the completer
+        may need them."""
         fingerprint = f"op1:{hashlib.sha256(self._arguments).hexdigest()}"
         return ClaimedRequest(
             scope=scope_of(self.name, scope),
@@ -104,7 +106,7 @@ class OperationWork:
         return []
 
     def check_outer_transaction(self, using: str) -> None:
-        """Permit every open transaction: the operation is a savepoint of it."""
+        """Permit every open transaction: the operation is a savepoint of that transaction."""
 
     # The call
 
@@ -142,7 +144,7 @@ class OperationWork:
             except Rejected as why:
                 if run.key.recovery_point != point:
                     raise RuntimeError(
-                        "A hook of transaction.on_commit() was rejected after the step before"
+                        "A hook of transaction.on_commit() raised Rejected after the step before"
                         f" {run.key.recovery_point!r} was committed."
                     ) from why
                 self._refuse_what_stays(point, why)
@@ -160,8 +162,8 @@ class OperationWork:
         return result
 
     def _commit(self, run: PhasedRun, end: Callable[[AtomicPhase], None]) -> None:
-        """Run a transaction. A serialization failure repeats it, but not the call before it; that
-        of a hook after COMMIT repeats nothing."""
+        """Run a transaction. After a serialization failure, repeat the transaction, but not the
+        call before it. After a serialization failure of a hook after COMMIT, repeat nothing."""
         point = run.key.recovery_point
         for attempt in Attempts(run):
             if run.key.recovery_point != point:
@@ -180,15 +182,16 @@ class OperationWork:
             phase.set_recovery_point(step.function.__name__)
 
     def _end_refused(self, point: str, why: Rejected, phase: AtomicPhase) -> None:
-        """Store a refusal, and undo what the transactions before this point have committed."""
+        """Store a refusal, and undo the writes of the transactions before this point."""
         undo = self.definition.steps.undo
         if undo is not None and point != STARTED:
             self._result(undo, why)
         phase.finish_with(stored(why, self.name))
 
     def _refuse_what_stays(self, point: str, why: Rejected) -> None:
-        """Raise KeyStuck if an earlier transaction would stay, because nothing undoes it, or a call
-        of an earlier run before which a deploy has inserted a step."""
+        """Raise KeyStuck if the refusal would leave an earlier effect in place. The effect is
+        either a committed transaction without ``undo``, or a call of an earlier run. In the second
+        case, a deploy has inserted a step before that call."""
         if point == STARTED and self.definition.steps.of_point[point].call is None:
             if self.run.key.begun:
                 raise KeyStuck(
@@ -199,15 +202,18 @@ class OperationWork:
         elif self.definition.steps.undo is None and point != STARTED:
             raise KeyStuck(
                 f"The operation {self.name} was rejected ({why.code}) after {point!r} was"
-                " committed, and has no undo= that undoes that step. Undo it, then answer the key."
-                " Or deploy undo=, and hand the key back."
+                " committed, and it has no undo=. Undo the committed writes, then answer the key."
+                " Or deploy code with undo=, and hand the key back."
             )
 
     def _refuse_unknown_calls(self, run: PhasedRun) -> None:
-        """Raise CannotRun if an earlier attempt began a call that the running code does not make:
-        under another name, the service would get another key, and would repeat the call. Raise
-        CallInDoubt for a keyed call that a deploy has changed to one at most once, and if the
-        shortened history has lost the name of the last call."""
+        """Refuse to continue if the service could repeat a call of an earlier attempt under another
+        key.
+
+        Raises CannotRun if the running code makes no call of this name.
+        Raises CallInDoubt if a deploy has changed the call from keyed() to at_most_once().
+        Raises CallInDoubt if the history was shortened, and has lost the name of the last call.
+        """
         keys = IdempotencyKey.objects.using(run.using).filter(pk=run.key.pk)
         begun = {
             event["detail"]
@@ -220,9 +226,9 @@ class OperationWork:
         at_most_once = {name for name in begun & calls.keys() if calls[name].valid_hours is None}
         if switched := sorted(at_most_once - recorded):
             raise CallInDoubt(
-                f"The call {switched[0]!r} was begun by code in which it was keyed(), and is"
-                " at_most_once() now. It may have taken effect, and the service would repeat"
-                " it. Check the service, then answer the key. Or deploy keyed() again."
+                f"An earlier run began the call {switched[0]!r} with keyed(); the running code"
+                " makes it with at_most_once(). The call may have taken effect, and the service"
+                " would repeat it. Check the service, then answer the key. Or deploy keyed() again."
             )
         next_call = self.definition.steps.of_point[run.key.recovery_point].call
         is_lost = not begun and run.key.call_begun_at is not None
@@ -251,8 +257,8 @@ class OperationWork:
         return self.refusal_of(error)
 
     def refusal_of(self, error: Exception) -> Outcome | None:
-        """Return the outcome for an exception that tells the caller that nothing was done. While
-        nothing is begun, the completer must not run the operation later."""
+        """Return the outcome for an exception that the caller gets. Before the first commit and
+        call, this outcome makes the key refused, so that the completer does not run it later."""
         if not self.points or self.run.finished:
             return None
         if isinstance(error, (LockLost, KeyStuck, Unavailable)):
@@ -264,7 +270,7 @@ class OperationWork:
     # What is stored
 
     def require_storable(self, value: Any) -> None:
-        """Permit every value: it was stored as JSON before."""
+        """Permit every value: it was converted to JSON before."""
 
     def stored(self, value: StoredResponse) -> StoredResponse:
         return value
