@@ -121,7 +121,7 @@ KINDS = {
     "unfinished": _Kind(
         "The operation is not finished",
         503,
-        "The operation failed after a part of it took effect, and will be continued. " + _LATER,
+        "The operation failed after a commit or a call, and will be continued. " + _LATER,
         retryable=True,
         retry_after=2,
     ),
