@@ -123,6 +123,8 @@ NOT_WITH_A_POOL = {
 ONLY_MERGED = {
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "each statement is a round trip",
     "test_round_trips": "each statement is a round trip",
+    "test_costs_of_a_first_call": "each statement is a round trip",
+    "test_costs_of_a_repeat": "each statement is a round trip",
     "test_round_trips_under_stricter_limits": "each statement is a round trip",
     "test_no_statement_uses_a_cursor": "each statement is a message",
     "test_an_interrupt_after_commit_does_not_skip_the_next_one": "each statement is a message",

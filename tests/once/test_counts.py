@@ -57,7 +57,7 @@ def costs_of_repeat(call: Call) -> tuple[Counts, int]:
     [(plain, 3, 1), (with_a_call, 4, 2), (with_two_transactions, 8, 4)],
     ids=["plain", "with a call", "with two transactions"],
 )
-def test_first_call(call: Call, statements: int, commits: int) -> None:
+def test_costs_of_a_first_call(call: Call, statements: int, commits: int) -> None:
     counts, trips = costs(call)
     assert (len(counts.statements), counts.commits, trips) == (statements, commits, statements)
 
@@ -67,7 +67,7 @@ def test_first_call(call: Call, statements: int, commits: int) -> None:
     [(plain, 2), (with_a_call, 1), (with_two_transactions, 1)],
     ids=["plain", "with a call", "with two transactions"],
 )
-def test_repeat(call: Call, statements: int) -> None:
+def test_costs_of_a_repeat(call: Call, statements: int) -> None:
     counts, trips = costs_of_repeat(call)
     assert (len(counts.statements), trips) == (statements, statements)
     assert (counts.wal_records, counts.wal_bytes, counts.rows_written) == (0, 0, 0)
