@@ -77,23 +77,15 @@ class LockLost(IdempotencyError):
 
 
 class PhaseDidNotAdvance(IdempotencyError):
-    """This phase ended without set_recovery_point(), set_response() or no_op(), and was rolled
-    back. End every atomic_phase block with one of the three."""
-
-
-class UnknownRecoveryPoint(IdempotencyError):
-    """This recovery point is not declared in @idempotent(recovery_points=[...]), or it is not after
-    the current one. Declare the points in the order in which the phases commit them."""
+    """This phase has no valid end, and was rolled back. End every atomic_phase block with
+    set_recovery_point(), set_response() or no_op(). Declare the recovery points in
+    @idempotent(recovery_points=[...]), in the order in which the phases commit them."""
 
 
 class ResponseNotCommitted(IdempotencyError):
-    """A phased view returned a response that no phase stored, so a retry could not get it. Store it
-    with phase.set_response(response) and return key.response()."""
-
-
-class ResponseNotStorable(IdempotencyError):
-    """A response with a status that is never stored was passed to set_response(). Return it outside
-    the phase: the key is released, and a retry continues from the last recovery point."""
+    """No phase has stored the response of a phased view, so a retry could not get it. Store it with
+    phase.set_response(response) and return key.response(). A response with a status that is never
+    stored must be returned outside the phases."""
 
 
 class NoOpenTransaction(IdempotencyError):

@@ -14,10 +14,10 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 from django.http import HttpRequest, HttpResponseBase
 
-from idempotency._engine.several_databases import atomic_aliases
 from idempotency._http import key_header
 from idempotency._http.not_stored import not_stored
 from idempotency._http.problems import REFUSALS, Problem, key_invalid, key_missing, problem_of
+from idempotency._http.view import atomic_aliases
 from idempotency.exceptions import Rejected, Unfinished
 
 __all__ = ["key_of", "not_stored", "problems"]

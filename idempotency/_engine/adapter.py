@@ -121,7 +121,7 @@ class Work(Protocol):
         a 4xx does. Return None for other exceptions."""
 
     def require_storable(self, value: Any) -> None:
-        """Raise ResponseNotStorable for a value that a phase must not store."""
+        """Raise ResponseNotCommitted for a value that a phase must not store."""
 
     def stored(self, value: Any) -> StoredResponse:
         """Return the part of a value that is stored."""

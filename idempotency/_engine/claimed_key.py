@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # ``response`` is the spelling of HTTP.
     from django.http import HttpResponseBase
 
 NOT_PHASED = (
-    "This key belongs to no phased run. It was only read from the database, or its view is a"
-    " plain view, in which each attempt creates a new row. Use request.idempotency_key inside a"
-    " view decorated with @idempotent(recovery_points=[...])."
+    "This key belongs to no phased run. It was only read from the database, or its run is plain,"
+    " and each attempt of a plain run creates a new row. In a view with"
+    " @idempotent(recovery_points=[...]), use request.idempotency_key."
 )
 
 

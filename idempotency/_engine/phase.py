@@ -19,7 +19,7 @@ from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.phased_run import PhasedRun, run_of
 from idempotency._engine.transactions import OwnTransaction, durable_transaction
 from idempotency.conf import ChosenIsolation
-from idempotency.exceptions import PhaseDidNotAdvance, UnknownRecoveryPoint
+from idempotency.exceptions import PhaseDidNotAdvance
 from idempotency.models import FINISHED
 
 if TYPE_CHECKING:  # ``set_response`` is the spelling of HTTP.
@@ -40,13 +40,12 @@ class AtomicPhase:
     def set_recovery_point(self, name: str) -> None:
         """Commit the phase together with this recovery point.
 
-        Raises UnknownRecoveryPoint if the view does not declare the name, or if it is not after the
-        current one.
+        Raises PhaseDidNotAdvance if the name is not declared, or not after the current one.
         """
         order = self._run.work.points
         here = self._run.key.recovery_point
         if name not in order[1:-1] or order.index(name) <= order.index(here):
-            raise UnknownRecoveryPoint(
+            raise PhaseDidNotAdvance(
                 f"The recovery point {name!r} cannot follow {here!r}: the order is"
                 f" {', '.join(order)}. Declare it in @idempotent(recovery_points=[...]); a key"
                 " moves forward only."
@@ -59,7 +58,7 @@ class AtomicPhase:
         Any 4xx may finish the key here. This includes statuses of NEVER_STORED_STATUSES such as
         403, and a 409 with ``Retry-After``, which are not stored if the view returns them outside a
         phase.
-        Raises ResponseNotStorable for other statuses that are never stored, and for responses of
+        Raises ResponseNotCommitted for other statuses that are never stored, and for responses of
         ``not_stored()``.
         """
         self._run.work.require_storable(response)

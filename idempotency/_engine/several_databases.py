@@ -1,4 +1,4 @@
-"""The transactions of ATOMIC_REQUESTS, and their COMMITs around that of the key."""
+"""The transactions of a plain run in other databases, and their COMMITs before that of the key."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,31 +15,10 @@ from idempotency._engine.errors import has_ended
 _BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
-def atomic_aliases(view: Callable[..., Any] | None = None) -> list[str]:
-    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a
-    view, all of them."""
-    left_out = getattr(view, "_non_atomic_requests", ())
-    return [
-        name
-        for name, of in connections.settings.items()
-        if of.get("ATOMIC_REQUESTS") and name not in left_out
-    ]
-
-
-@contextmanager
-def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
-    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is
-    ``non_atomic_requests``."""
-    with ExitStack() as stack:
-        for alias in atomic_aliases(view):
-            stack.enter_context(transaction.atomic(using=alias))
-        yield
-
-
 class OtherTransactions:
-    """The transactions of a plain run in the databases with ATOMIC_REQUESTS other than that of its
-    key, ``last``. They commit before the key. A database to which the work sends nothing takes no
-    part: psycopg sends BEGIN with the first statement."""
+    """The transactions of a plain run in the databases ``aliases``. They commit before the key,
+    whose database is ``last``. A database to which the work sends nothing takes no part: psycopg
+    sends BEGIN with the first statement."""
 
     def __init__(self, aliases: list[str], *, last: str) -> None:
         self._last, self._aliases = last, aliases

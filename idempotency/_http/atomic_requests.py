@@ -15,10 +15,10 @@ from django.db.transaction import Atomic
 from django.http import HttpRequest
 from django.urls import URLResolver, get_resolver, get_urlconf
 
-from idempotency._engine.several_databases import atomic_aliases
 from idempotency._http.nesting import outer_run
 from idempotency._http.options import Options
 from idempotency._http.routes import every_view, options_of
+from idempotency._http.view import atomic_aliases
 
 _METHODS = ("POST", "PUT", "PATCH", "DELETE")
 

@@ -12,7 +12,6 @@ from idempotency._engine import events
 from idempotency._engine.errors import connection_lost, exceeded_time_limit
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.run import run_claimed, run_phased, run_plain
-from idempotency._engine.several_databases import atomic_request
 from idempotency._hidden import Hidden
 from idempotency._http import bodies, key_header, problems, stored_request
 from idempotency._http.nesting import join, outer_run
@@ -20,7 +19,7 @@ from idempotency._http.options import Options
 from idempotency._http.problems import REFUSALS, Problem, problem_of
 from idempotency._http.rebuilt import RebuiltRun, rebuilt_run_of
 from idempotency._http.responses import HTTP_EXCEPTIONS, SAFE_METHODS
-from idempotency._http.view import Call
+from idempotency._http.view import Call, atomic_request
 from idempotency._http.work import ViewWork
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated, Unavailable

@@ -141,6 +141,27 @@ class Call:
         return rendered(response)
 
 
+def atomic_aliases(view: Callable[..., Any] | None = None) -> list[str]:
+    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a
+    view, all of them."""
+    left_out = getattr(view, "_non_atomic_requests", ())
+    return [
+        name
+        for name, of in connections.settings.items()
+        if of.get("ATOMIC_REQUESTS") and name not in left_out
+    ]
+
+
+@contextmanager
+def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
+    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is
+    ``non_atomic_requests``."""
+    with ExitStack() as stack:
+        for alias in atomic_aliases(view):
+            stack.enter_context(transaction.atomic(using=alias))
+        yield
+
+
 def _raise(error: Exception) -> Any:
     raise error
 

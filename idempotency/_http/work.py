@@ -11,15 +11,14 @@ from idempotency import conf
 from idempotency._engine.adapter import Outcome, Run
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
-from idempotency._engine.several_databases import atomic_aliases
 from idempotency._http import responses
 from idempotency._http.nesting import ViewRun
 from idempotency._http.not_stored import keeps_writes
 from idempotency._http.options import Options
 from idempotency._http.request_state import RequestState
-from idempotency._http.view import Call
+from idempotency._http.view import Call, atomic_aliases
 from idempotency.conf import Isolation
-from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, ResponseNotStorable
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, ResponseNotCommitted
 
 
 class ViewWork:
@@ -101,7 +100,7 @@ class ViewWork:
 
     def require_storable(self, value: HttpResponseBase) -> None:
         if not (responses.is_storable(value) or responses.is_refusal(value)):
-            raise ResponseNotStorable(
+            raise ResponseNotCommitted(
                 f"A response with status {value.status_code} is never stored. Return it outside the"
                 " phase: the key is released, and a retry continues from the last recovery point."
             )

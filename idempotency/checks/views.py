@@ -17,9 +17,8 @@ from django.db.transaction import Atomic
 
 from idempotency import conf, scopes
 from idempotency._engine.aliases import share_tables
-from idempotency._engine.several_databases import atomic_aliases
 from idempotency._http.routes import class_of, options_of
-from idempotency._http.view import View, access_is_checked_inside
+from idempotency._http.view import View, access_is_checked_inside, atomic_aliases
 from idempotency._http.wrappers import decorators_outside, dispatches_of_project, handlers, wrapped
 from idempotency.checks import error, warning
 from idempotency.models import IdempotencyKey

@@ -16,7 +16,7 @@ from rest_framework.views import APIView
 
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
-from idempotency.exceptions import ResponseNotStorable
+from idempotency.exceptions import ResponseNotCommitted
 from idempotency.http import not_stored
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
@@ -274,7 +274,7 @@ def test_a_phase_does_not_store_it(serve: Serve, sender: Sender) -> None:
             try:
                 with atomic_phase(key) as phase:
                     phase.set_response(work(request))
-            except ResponseNotStorable as error:
+            except ResponseNotCommitted as error:
                 errors.append(error)
                 raise
         return key.response()
