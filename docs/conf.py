@@ -16,5 +16,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = project
 myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
 # The names of types are for type checkers; the meaning of an argument is in the docstring.
 autodoc_typehints = "none"

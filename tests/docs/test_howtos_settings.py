@@ -113,7 +113,7 @@ def test_how_long_jobs_are_tried_is_what_the_page_says() -> None:
 def test_the_settings_of_poolers_keep_what_is_there(options: dict[str, Any]) -> None:
     databases = {"default": {"NAME": "shop", **options}}
     for_pgbouncer, for_a_pool = (
-        step.content for step in added("use-a-pooler.md", "shop/settings.py")[1:]
+        step.content for step in added("use-a-pooler.md", "shop/settings.py")[2:]
     )
     exec(for_pgbouncer, {"DATABASES": databases})
     assert databases["default"] == {

@@ -25,6 +25,7 @@ OURS = (
     "VIRTUAL_ENV",
     "PYTEST",
 )
+INCLUDE = re.compile(r"^:::{include} (\S+)\n((?::.*\n)*):::$", re.M)
 LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./-]+)`:$")
 #: The mark of a block that is not part of the project.
 SHOWN = re.compile(r"\(shown only\):$")
@@ -73,6 +74,18 @@ class Look:
 Step = Write | Change | Command | Look
 
 
+def included(page: str) -> str:
+    """Return a how-to guide with the text of each file that it includes."""
+    return INCLUDE.sub(_included, page)
+
+
+def _included(found: re.Match[str]) -> str:
+    text = (ROOT / "docs" / "how-to" / found[1]).read_text()
+    options = dict(re.findall(r"^:([\w-]+): (.*)$", found[2], re.M))
+    text = text.partition(options["start-after"])[2]
+    return text.partition(options["end-before"])[0] if "end-before" in options else text
+
+
 def before(page: str, start: int) -> str:
     """Return the text before a block, on one line."""
     return " ".join(page[max(0, start - 200) : start].split())
@@ -86,6 +99,7 @@ def lead(page: str, start: int) -> re.Match[str] | None:
 def steps(page: str) -> Iterator[Step]:
     """Yield the steps of a page in order. A block is a file that the sentence before it names, a
     console, lines of the admin (``text``), or marked as shown only."""
+    page = included(page)
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
         language, block = found[1], found[2]
         if language == "console":
@@ -175,6 +189,7 @@ class Project:
 
         Commands that contain a text of ``leave_out``, or install packages, are not executed.
         """
+        page = included(page)
         for written, here in self.here.items():
             assert written in page, f"the page no longer says {written}"
             page = page.replace(written, here)
