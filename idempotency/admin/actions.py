@@ -11,6 +11,7 @@ from typing import Any
 from django import forms
 from django.contrib import messages
 from django.http import HttpRequest
+from django.utils.crypto import salted_hmac
 from django.utils.functional import Promise
 from django.utils.text import format_lazy
 from django.utils.translation import gettext
@@ -49,12 +50,9 @@ def note_field() -> forms.CharField:
 
 
 class PressForm(forms.Form):
-    """The data that every button sends: the claim, the recovery point and the calls that the page
-    showed, and a note."""
+    """The data that every button sends: the digest of the key that the page showed, and a note."""
 
-    seen = forms.UUIDField(required=False, widget=forms.HiddenInput)
-    at = forms.CharField(strip=False, widget=forms.HiddenInput)
-    calls = forms.CharField(widget=forms.HiddenInput)
+    seen = forms.CharField(widget=forms.HiddenInput)
     note = note_field()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -228,14 +226,24 @@ BUTTONS = {
 }
 
 
+def fence_of(key: IdempotencyKey, using: str) -> dict[str, Any]:
+    """Return the arguments of an intervention that make it change nothing if the key has changed:
+    the claim token, the recovery point and the calls."""
+    calls = interventions.calls_of(key.pk, using=using)
+    return {"seen": key.claim_token, "at": key.recovery_point, "calls": calls}
+
+
+def digest_of(fence: dict[str, Any]) -> str:
+    """Return a keyed digest of the result of ``fence_of``, for URLs: access logs contain a URL, so
+    it must not contain the claim token."""
+    text = "\n".join(str(value) for value in fence.values())
+    return salted_hmac(f"{__name__}.digest_of", text, algorithm="sha256").hexdigest()
+
+
 def looked_at(key: IdempotencyKey, using: str) -> dict[str, str]:
-    """Return the data of the key that the page shows and that must not have changed when a button
-    is pressed. The link of the button contains it."""
-    return {
-        "seen": str(key.claim_token or ""),
-        "at": key.recovery_point,
-        "calls": interventions.calls_of(key.pk, using=using),
-    }
+    """Return the query of the buttons' links: a digest of the data that must not have changed when
+    a button is pressed."""
+    return {"seen": digest_of(fence_of(key, using))}
 
 
 def offered(key: IdempotencyKey, may: Callable[[str], bool]) -> dict[str, Button]:

@@ -21,7 +21,16 @@ from idempotency._http.stored_request import has_headers
 from idempotency._operations.definition import METHOD, work_line
 from idempotency._text import cut
 from idempotency.admin import answering, belongings, copying, key_page, recovery_points
-from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
+from idempotency.admin.actions import (
+    BUTTONS,
+    TOO_LATE,
+    digest_of,
+    fence_of,
+    looked_at,
+    noted,
+    offered,
+    username,
+)
 from idempotency.admin.history import history_of
 from idempotency.admin.key_timeline import KeyTimeline
 from idempotency.admin.operations import result_text
@@ -216,9 +225,10 @@ class KeyPageAdmin(ReadOnlyAdmin):
             raise Http404
         change = f"{self.opts.app_label}_{self.opts.model_name}_change"
         page = reverse(f"{self.admin_site.name}:{change}", args=(pk,))
-        # The data as the page with the button showed it, not the present data.
-        looked = {name: request.GET.get(name) for name in ("seen", "at", "calls")}
-        if request.method == "GET" and looked != looked_at(key, self._alias(key)):
+        fence = fence_of(key, self._alias(key))
+        looked = {"seen": digest_of(fence)}
+        # The page with the button sends the digest of the data that it showed.
+        if (request.POST or request.GET).get("seen") != looked["seen"]:
             self.message_user(request, TOO_LATE, messages.WARNING)
             return HttpResponseRedirect(page)
         template, filled = None, {}
@@ -229,7 +239,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         form = button.form_for(key)(request.POST or None, initial=looked | filled)
         if request.method == "POST" and form.is_valid() and not form.asks_again():
             by, using = username(request), self._alias(key)
-            level, text, logged = button.press(key, form.cleaned_data, by, using)
+            level, text, logged = button.press(key, form.cleaned_data | fence, by, using)
             if logged:
                 self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
             self.message_user(request, str(text), level)

@@ -30,8 +30,8 @@ HELP = of_the_newest(
     _(
         "Search by: the idempotency key; its first {least} or more characters (unfinished keys and"
         " the {count} newest); the id of the row; the name of an operation; a scope such as user:7;"
-        " a user name; the e-mail address of a user, if you may view users; the id of a staged job;"
-        " the search fields of linked models (their {count} newest rows)."
+        " a user name; the e-mail address of a user, if you may view users; the id of a staged job,"
+        " if you may view jobs; the search fields of linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
 )
@@ -52,12 +52,10 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
     if not found and len(term) >= MIN_PREFIX:
         found.update(_by_prefix(every, term))
     found.add(row_id(term))
-    with suppress(ValueError):
-        found.update(
-            StagedJob.objects.using(keys.db)
-            .filter(pk=UUID(term))
-            .values_list("idempotency_key_id", flat=True)
-        )
+    if (jobs := viewable(site, request, StagedJob)) is not None:
+        with suppress(ValueError):
+            of_this_id = jobs.using(keys.db).filter(pk=UUID(term))
+            found.update(of_this_id.values_list("idempotency_key_id", flat=True))
     found.update(_by_linked_rows(term, site, request, keys.db))
     if find(term) is not None:
         of_operation = every.filter(request_method=METHOD, request_path=term)

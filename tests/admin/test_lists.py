@@ -170,6 +170,7 @@ def test_a_key_is_found_by_its_job(staff: Client) -> None:
     other = StagedJobFactory()
     assert listed(staff, {"q": str(job.pk)}) == pks(key)
     assert listed(staff, {"q": str(other.pk)}) == []
+    assert listed(person("view_idempotencykey"), {"q": str(job.pk)}) == []
 
 
 def test_a_key_is_found_by_what_the_pages_of_linked_rows_are_searched_by(staff: Client) -> None:

@@ -68,8 +68,7 @@ def press(client: Client, key: IdempotencyKey, name: str, **data: str) -> Any:
     query = page(client, key).context["looked_at"]
     url = f"{KEYS}{key.pk}/press/{name}/?{query}"
     form = client.get(url).context["form"]
-    sent = {field: form[field].value() or "" for field in ("seen", "at", "calls")}
-    return client.post(url, sent | data)
+    return client.post(url, {"seen": form["seen"].value()} | data)
 
 
 # The lists.
