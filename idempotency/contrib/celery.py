@@ -5,7 +5,7 @@ and its own time limits, routes and retries. The backend refuses tasks without t
 """
 
 from asyncio import CancelledError
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from inspect import isawaitable
@@ -38,10 +38,27 @@ _HEADERS = (SHARD_HEADER, _OUTAGES_HEADER)
 _UNDER_WAY = "idempotency_under_way"
 
 
+def _retry(retry: Callable[..., Any], given: Arguments) -> Any:
+    """Retry a task by its method ``retry``. If the next try cannot be published, the message of
+    this try returns to the broker; Celery would discard the message."""
+    try:
+        return given.passed_to(retry)
+    except Reject as error:
+        raise Reject(error.reason, requeue=True) from error
+
+
+def _retry_of_option(self: Task, *args: Any, **options: Any) -> Any:
+    given = Arguments(args, options)
+    del args, options
+    # Celery makes a subclass of the task's base, whose attributes are the options.
+    return _retry(super(type(self), self).retry, given)
+
+
 #: The options of a task that calls an operation: ``@shared_task(**RETRIES)``. The broker keeps the
 #: message until the task has run, also if its process is killed. If the operation is in progress,
 #: unavailable or unfinished, the task is retried without limit, after waits of up to ten minutes.
 RETRIES: dict[str, Any] = {
+    "retry": _retry_of_option,
     "acks_late": True,
     "reject_on_worker_lost": True,
     "Request": OnceRequest,
@@ -142,10 +159,7 @@ class OnceTask(Task):  # type: ignore[misc]
             options["headers"] = former | headers | (options.get("headers") or {})
         given = Arguments(args, options)
         del args, options
-        try:
-            return given.passed_to(super().retry)
-        except Reject as error:
-            raise Reject(error.reason, requeue=True) from error
+        return _retry(super().retry, given)
 
     def _uncounted_retry(self, request: Hidden[Any], reason: BaseException) -> Any:
         """Retry without counting a try; the wait doubles with each such run."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from celery import Celery
+from celery.exceptions import Reject
 from celery.exceptions import Retry as CeleryRetry
 from django.core.management import call_command
 from django.db import transaction
@@ -14,7 +16,7 @@ from django.urls import reverse
 from pytest_django import Settings
 from rq import Retry as RqRetry
 
-from idempotency.contrib.celery import run_operation
+from idempotency.contrib.celery import RETRIES, run_operation
 from idempotency.contrib.rq import run_once
 from idempotency.contrib.tasks import run_staged
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -184,6 +186,29 @@ def test_what_may_succeed_later_is_a_retry_of_celery_that_does_not_count(not_now
     finally:
         run_operation.pop_request()
     assert sent[0].options["retries"] == 12, "the last counted try"
+
+
+def test_a_retry_of_a_task_with_the_options_that_cannot_be_published_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = Celery("tests", set_as_current=False, broker="memory://")
+
+    @app.task(shared=False, name="tests.is_in_progress", **RETRIES)
+    def is_in_progress() -> None:
+        raise InProgress
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError("OOM command not allowed")
+
+    monkeypatch.setattr("celery.canvas.Signature.apply_async", full)
+    is_in_progress.push_request(id="1", called_directly=False, retries=0)
+    try:
+        with pytest.raises(Reject) as rejected:
+            is_in_progress.run()
+    finally:
+        is_in_progress.pop_request()
+        app.close()
+    assert rejected.value.requeue, "the message returns to the broker"
 
 
 def test_what_may_succeed_later_fails_a_task_of_django_which_is_enqueued_again(
