@@ -24,7 +24,7 @@ from django.db.transaction import TransactionManagementError
 from idempotency import conf
 from idempotency._async import either_context
 from idempotency._engine import replication
-from idempotency._engine.cursors import changed_rows, own_cursor
+from idempotency._engine.cursors import changed_rows, classified_errors
 from idempotency._engine.errors import has_ended
 from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
 from idempotency._engine.outer_transactions import require_autocommit
@@ -160,7 +160,9 @@ def _insert(
     INBOX_IDLE_SECONDS without a statement. Otherwise a process that hangs would hold the message
     without end."""
     bounded = connection.vendor == "postgresql"
-    with own_cursor(connection.alias) as cursor:
+    # Of Django's kind: psycopg would prepare the statements of another one, and after a rollback it
+    # would drop those of requests with them.
+    with classified_errors(connection), connection.cursor() as cursor:
         if bounded:
             before = limit_waits(cursor, connection, f"{WAIT_SECONDS}s")
         cursor.execute(

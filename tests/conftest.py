@@ -87,6 +87,9 @@ NOT_BEHIND_A_POOLER = {
     "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": (
         "it sets what belongs to a session"
     ),
+    "test_a_rollback_of_a_message_does_not_drop_the_prepared_statements": (
+        "it sets what belongs to a session"
+    ),
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
     "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",
@@ -135,6 +138,9 @@ ONLY_MERGED = {
         "psycopg prepares the statements"
     ),
     "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": (
+        "psycopg prepares the statements"
+    ),
+    "test_a_rollback_of_a_message_does_not_drop_the_prepared_statements": (
         "psycopg prepares the statements"
     ),
 }

@@ -98,9 +98,7 @@ def changed_rows(cursor: CursorWrapper) -> int:
 
 
 @contextmanager
-def own_cursor(
-    using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
-) -> Iterator[CursorWrapper]:
+def own_cursor(using: str, factory: type[psycopg.Cursor[Any]]) -> Iterator[CursorWrapper]:
     """Yield a cursor for this app's statements, which PostgreSQL can prepare. Django binds
     parameters in the client by default, so that each text differs. These are bound in the server.
     With ``prepare_threshold`` in the OPTIONS of the database, they are parsed and planned once. On

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import debug_transaction
-from psycopg import generators
+from psycopg import IsolationLevel, generators
 from psycopg.abc import PQGen
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
@@ -36,8 +36,8 @@ from idempotency._hidden import Hidden, Parameters
 _GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: libpq before 14 has no pipeline mode.
 _SUPPORTED = psycopg.Pipeline.is_supported()
-#: After this number of losses a connection prepares no statement. A loss has two causes: a pooler
-#: changed the server, or psycopg sent DEALLOCATE ALL after a rollback.
+#: After this number of losses a connection prepares no statement: a pooler changes the server, or
+#: the project sends DEALLOCATE ALL or DISCARD ALL.
 _MAX_LOSSES = 2
 #: The server has no statement of this name, or its plan does not fit to a changed table.
 _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)
@@ -89,16 +89,6 @@ def can_be_merged(connection: BaseDatabaseWrapper) -> bool:
     )
 
 
-def can_send(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether ``run`` may send a statement alone, in the open transaction or in autocommit.
-    It costs less processor time than a cursor. psycopg sends the BEGIN of a transaction of Django's
-    only with a cursor."""
-    own = connection.connection
-    return can_be_merged(connection) and (
-        own.autocommit or own.info.transaction_status != TransactionStatus.IDLE
-    )
-
-
 def run(
     connection: BaseDatabaseWrapper,
     text: str,
@@ -108,7 +98,9 @@ def run(
     after: Sequence[str] = (),
     meanings: Meanings = MappingProxyType({}),
 ) -> Result:
-    """Send a statement with those before and after it; return its result.
+    """Send a statement with those before and after it; return its result. If psycopg would send
+    BEGIN first, it is sent too. If the server has lost a prepared statement before anything else
+    happened in the transaction, the statements are sent once more.
 
     Raises TransactionManagementError if ``after`` would end a broken transaction.
     Raises what an error of the statement itself means, by ``meanings``.
@@ -116,8 +108,31 @@ def run(
     """
     connection.validate_thread_sharing()
     connection.validate_no_broken_transaction()
+    own: psycopg.Connection[Any] = connection.connection
     with noted_in_log(connection, [*before, text, *after]), connection.wrap_database_errors:
-        return _run(connection.connection, text, parameters, before, after, meanings)
+        begins = own.pgconn.transaction_status == TransactionStatus.IDLE
+        if begins and not own.autocommit and not before:
+            before = [begin(own)]
+        try:
+            return _run(own, text, parameters, before, after, meanings)
+        except StaleStatement:
+            if not begins:
+                raise
+            own.rollback()
+            return _run(own, text, parameters, before, after, meanings)
+
+
+def begin(own: "psycopg.Connection[Any]", isolation: IsolationLevel | None = None) -> str:
+    """Return the BEGIN that psycopg would send, by default at the connection's own level."""
+    level = own.isolation_level if isolation is None else isolation
+    parts = ["BEGIN"]
+    if level is not None:
+        parts.append(f"ISOLATION LEVEL {level.name.replace('_', ' ')}")
+    if own.read_only is not None:
+        parts.append("READ ONLY" if own.read_only else "READ WRITE")
+    if own.deferrable is not None:
+        parts.append("DEFERRABLE" if own.deferrable else "NOT DEFERRABLE")
+    return " ".join(parts)
 
 
 def _run(
@@ -143,7 +158,9 @@ def _run(
     ]
     key, index = (query, types), len(before)
     if (name := prepared.names.get(key)) is None and _is_worth_preparing(own, key):
-        name = b"idempotency_" + hashlib.sha256(repr(key).encode()).hexdigest()[:16].encode()
+        # After a loss the server may still have a plan that does not fit.
+        digest = hashlib.sha256(repr((key, prepared.losses)).encode()).hexdigest()
+        name = f"idempotency_{digest[:16]}".encode()
         sends.append(partial(server.send_prepare, name, query.encode(), types))
         index += 1
     if name is None:
@@ -213,7 +230,7 @@ def _error(
     if failed is not None and (meaning := meanings.get(type(error))) is not None:
         return meaning()
     if name is not None and isinstance(error, psycopg.errors.DuplicatePreparedStatement):
-        prepared.losses += 1
+        prepared.losses = _MAX_LOSSES
         return StaleStatement(*error.args)
     if isinstance(error, _STALE) and failed in prepared.names:
         prepared.names.clear()

@@ -8,8 +8,7 @@ from functools import cache
 from typing import Any
 
 import psycopg
-from django.db import OperationalError, connections
-from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db import connections
 from django.db.backends.utils import CursorWrapper
 from django.db.models import DEFERRED
 
@@ -23,7 +22,7 @@ from idempotency._engine.cursors import (
     own_cursor,
     positional,
 )
-from idempotency._engine.round_trips import Result, StaleStatement
+from idempotency._engine.round_trips import Result
 from idempotency._hidden import Hidden, Parameters
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
@@ -65,9 +64,10 @@ def _run(
     postgresql = connection.vendor == "postgresql"
     if postgresql:
         database_product.psycopg_connection(connection)
-        if round_trips.can_send(connection):
+        if round_trips.can_be_merged(connection):
+            # It costs less processor time than a cursor.
             with classified_errors(connection):
-                return _sent(connection, text, parameters)
+                return round_trips.run(connection, text, parameters)
     bound: Hidden[Any] = parameters
     factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
     if is_instrumented(connection):
@@ -82,16 +82,6 @@ def _run(
     with own_cursor(using, factory) as cursor:
         cursor.execute(text, bound.value)
         return read(cursor)
-
-
-def _sent(connection: BaseDatabaseWrapper, text: str, parameters: Parameters) -> Result:
-    """Send a statement; in autocommit once more if the server has lost it."""
-    try:
-        return round_trips.run(connection, text, parameters)
-    except OperationalError as error:
-        if not isinstance(error.__cause__, StaleStatement) or not connection.connection.autocommit:
-            raise
-        return round_trips.run(connection, text, parameters)
 
 
 def read(pk: int, *, using: str) -> ClaimedKey | None:

@@ -152,12 +152,12 @@ class OwnTransaction:
 
     def _statements_of_begin(self) -> list[str]:
         own: psycopg.Connection[Any] = self._connection.connection
-        level = _LEVELS[self._isolation] if self._isolation is not None else own.isolation_level
-        suffix = f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else ""
+        level = None if self._isolation is None else _LEVELS[self._isolation]
+        begin = round_trips.begin(own, level)
         if not self._of_phase:
-            return [f"BEGIN{suffix}"]
+            return [begin]
         self._marker = uuid.uuid4().hex
-        return [f"BEGIN{suffix}", f"SET LOCAL idempotency.transaction = '{self._marker}'"]
+        return [begin, f"SET LOCAL idempotency.transaction = '{self._marker}'"]
 
     def set_last(
         self,

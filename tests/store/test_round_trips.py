@@ -1,6 +1,7 @@
 """BEGIN with the claim and the fence with COMMIT: as few round trips as a bare view, and the
 results of single messages."""
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from benchmarks.counts import create_table
 from idempotency._engine import round_trips, transactions
 from idempotency._engine.transactions import durable_transaction
 from idempotency._hidden import Hidden
+from idempotency.enqueuer import EnqueuePass, enqueue_once
+from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
 from tests.kit.cutting import CHUNK_BYTES, Cut, cutting_proxy
 from tests.kit.database import messages
@@ -226,7 +229,35 @@ def test_statements_that_the_server_has_lost_are_prepared_again(
         if number % 10 == 9:
             lose_statements()
         assert sender.send(key=f"key-{number}").status_code == 201
-    assert Entry.objects.count() == 30
+    assert Entry.objects.count() == counted.runs == 30
+
+
+def receive_a_message() -> None:
+    with process_once("bank", str(uuid.uuid4())):
+        """Do nothing."""
+
+
+def test_a_rollback_of_a_message_does_not_drop_the_prepared_statements(
+    serve: Serve, sender: Sender
+) -> None:
+    """psycopg drops all statements of a connection, if it has prepared one of them."""
+    serve(view=plain(Counted()))
+    for number in range(8):
+        receive_a_message()
+        sender.send(key=f"key-{number}")
+    with suppress(ZeroDivisionError), transaction.atomic():
+        receive_a_message()
+        raise ZeroDivisionError
+    assert sender.send(key="last").status_code == 201
+    prepared = vars(connection.connection)["_idempotency_prepared"]
+    assert (bool(prepared.names), prepared.losses) == (True, 0)
+
+
+def test_a_pass_of_the_enqueuer_whose_statements_are_lost_succeeds() -> None:
+    for _ in range(8):
+        enqueue_once()
+    lose_statements()
+    assert enqueue_once() == EnqueuePass()
 
 
 def test_a_connection_that_loses_its_statements_once_prepares_them_again(
@@ -267,7 +298,7 @@ def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no
     for number in range(4):
         assert sender.send(key=f"key-{number}").status_code == 201
     assert (list(prepared.names), prepared.losses) == ([claim], 2)
-    assert counted.runs == 8 + 4 + 2
+    assert counted.runs == 8 + 4 + 1
     assert Entry.objects.count() == 12
 
 
