@@ -1,8 +1,9 @@
 """Manual interventions: actions of an operator on unfinished keys and on failed jobs, for the admin
 and shells.
 
-The functions ``release_lock``, ``hand_back``, ``answer`` and ``acknowledge`` change a key with one
-conditional UPDATE, which also writes the history. Of two operators who act at once, one succeeds.
+The functions ``release_lock``, ``hand_back``, ``answer``, ``acknowledge`` and ``unacknowledge``
+change a key with one conditional UPDATE, which also writes the history. Of two operators who act at
+once, one succeeds.
 Common arguments:
 
 - ``seen``: the ``claim_token`` that the operator saw. If a run has claimed the key since, nothing
@@ -166,6 +167,23 @@ def acknowledge(
     becomes stuck again, it is back on the list.
     """
     return decisions.acknowledge(Decision(pk, seen, at, by, note, _alias(using)))
+
+
+def unacknowledge(
+    pk: int,
+    seen: uuid.UUID | None,
+    *,
+    by: str,
+    at: str | None = None,
+    note: str = "",
+    using: str | None = None,
+) -> bool:
+    """Undo ``acknowledge``; return whether this call did it.
+
+    On return the stuck key is back on the list of keys that require intervention. Nothing else
+    changes.
+    """
+    return decisions.unacknowledge(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:

@@ -148,6 +148,17 @@ def acknowledge(decision: Decision) -> bool:
     )
 
 
+def unacknowledge(decision: Decision) -> bool:
+    return _change(
+        decision,
+        "acknowledged_at = NULL",
+        "k.stuck_at IS NOT NULL AND k.acknowledged_at >= k.stuck_at",
+        event=HistoryEvent.UNACKNOWLEDGED,
+        detail=decision.signed,
+        moves=False,
+    )
+
+
 def calls_of(pk: int, *, using: str) -> str:
     """Return a text that changes with each ``key.call()``. It is empty if there is no such key."""
     statement = f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s"

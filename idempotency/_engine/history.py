@@ -25,3 +25,4 @@ class HistoryEvent(TextChoices):
     HANDED_BACK = "handed back", _("handed back")
     ANSWERED = "answered", _("answered")
     ACKNOWLEDGED = "acknowledged", _("acknowledged")
+    UNACKNOWLEDGED = "unacknowledged", _("unacknowledged")

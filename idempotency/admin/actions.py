@@ -168,6 +168,14 @@ def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str)
     return messages.SUCCESS, text, "Acknowledged."
 
 
+def _unacknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
+    if not interventions.unacknowledge(
+        key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using
+    ):
+        return messages.WARNING, TOO_LATE, ""
+    return messages.SUCCESS, _("The key is on the list of stuck keys again."), "Unacknowledged."
+
+
 BUTTONS = {
     "complete": Button(
         label=_("Complete now"),
@@ -211,6 +219,13 @@ BUTTONS = {
         ),
         possible=lambda key: key.state == KeyState.STUCK,
         press=_acknowledge,
+    ),
+    "unacknowledge": Button(
+        label=_("Undo acknowledge"),
+        permission="acknowledge_idempotencykey",
+        explanation=_("The key is on the list of stuck keys again. Nothing else changes."),
+        possible=lambda key: key.state == KeyState.ACKNOWLEDGED,
+        press=_unacknowledge,
     ),
     "release": Button(
         label=_("Release the lock"),

@@ -1,4 +1,4 @@
-"""The actions on many keys: hand back, acknowledge."""
+"""The actions on many keys: hand back, acknowledge, undo acknowledge."""
 
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -120,3 +120,26 @@ class Acknowledge(_OfKeys):
     def meant(self, label: str, row: Any) -> Group:
         found = STUCK_CODES.get(row.stuck_code)
         return Group(label, str(found.cure if found else _OWN_CODE))
+
+
+class Unacknowledge(_OfKeys):
+    """Put acknowledged keys back on the list of stuck keys."""
+
+    name, label = "unacknowledge", _("Undo acknowledge")
+    permission = "acknowledge_idempotencykey"
+    explanation = _("These keys are on the list of stuck keys again. Nothing else changes.")
+    done = ngettext_lazy(
+        "%(count)s key is on the list of stuck keys again.",
+        "%(count)s keys are on the list of stuck keys again.",
+        "count",
+    )
+    logged = "Unacknowledged."
+    intervene = staticmethod(interventions.unacknowledge)
+
+    def why_not(self, row: Any) -> str:
+        if row.state == KeyState.IN_FLIGHT:
+            return RUNNING
+        return "" if row.state == KeyState.ACKNOWLEDGED else gettext_noop("not acknowledged")
+
+    def meant(self, label: str, row: Any) -> Group:
+        return Group(label, str(self.explanation))

@@ -25,6 +25,9 @@ _OTHER_ENDS = (
     HistoryEvent.STUCK, HistoryEvent.HUNG,
 )  # fmt: skip
 
+#: Events of a person that leave a run as it is.
+_NO_ENDS = (HistoryEvent.ACKNOWLEDGED, HistoryEvent.UNACKNOWLEDGED)
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -122,7 +125,7 @@ def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[LoggedRu
         if event.name == HistoryEvent.RUN_LOST:
             if run is not None:
                 run.ending = LOST
-        elif run is None or event.name == HistoryEvent.ACKNOWLEDGED:
+        elif run is None or event.name in _NO_ENDS:
             others.append(event)
         elif event.name in _OTHER_ENDS and (
             event.name != HistoryEvent.STUCK or (event.at - run.last).total_seconds() > lock_seconds

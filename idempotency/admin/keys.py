@@ -21,7 +21,7 @@ from idempotency._operations.definition import METHOD
 from idempotency._states import KeyState, due_at
 from idempotency._text import cut
 from idempotency.admin import dashboard, filters, recovery_points
-from idempotency.admin.bulk_keys import Acknowledge, HandBack
+from idempotency.admin.bulk_keys import Acknowledge, HandBack, Unacknowledge
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
 from idempotency.admin.export import csv_of
@@ -58,7 +58,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         filters.MineFilter, filters.RequestGroupFilter, filters.ErrorGroupFilter,
     )  # fmt: skip
     sortable_by = ("age",)
-    bulk = (HandBack(), Acknowledge())
+    bulk = (HandBack(), Acknowledge(), Unacknowledge())
     ordering = ("-created_at",)
     search_fields = ("idempotency_key",)
     search_help_text = HELP

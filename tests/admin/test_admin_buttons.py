@@ -173,6 +173,7 @@ def test_a_superuser_is_offered_what_makes_sense_in_each_state() -> None:
     offered = {
         stuck_key(): ["complete", "answer", "acknowledge"],
         stuck_key(stuck_code="on_abandon"): ["answer", "acknowledge"],
+        stuck_key(acknowledged_at=Now()): ["complete", "answer", "unacknowledge"],
         held_key(): ["release"],
         IdempotencyKeyFactory(claim_token=uuid4()): ["complete", "answer"],
         IdempotencyKeyFactory(finished=True): [],

@@ -113,6 +113,14 @@ def test_an_action_on_all_reaches_all_that_match_and_nothing_else(action: str) -
     assert all(key.history[-1]["detail"].endswith(": ticket 7") for key in histories)
 
 
+def test_a_group_that_was_acknowledged_is_put_back_on_the_list() -> None:
+    client, keys, others = person(), stuck_keys(5, acknowledged_at=Now()), stuck_keys(1)
+    url = f"{KEYS}bulk/unacknowledge/?state=acknowledged"
+    text, _ = work_to_the_end(client, url, question(client, url))
+    assert numbers(text) == [5]
+    assert set(IdempotencyKey.objects.stuck()) == {*keys, *others}
+
+
 def test_an_action_from_the_last_page_does_not_end_when_that_page_is_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -321,7 +329,10 @@ def test_an_action_needs_its_permission() -> None:
         assert method(HAND_BACK).status_code == 403
         assert method(f"{KEYS}bulk/other/").status_code == 404
     assert person("acknowledge_idempotencykey").get(ACKNOWLEDGE).status_code == 403
-    assert re.findall(r'<option value="(\w+)"', client.get(KEYS).text) == ["acknowledge"]
+    assert re.findall(r'<option value="(\w+)"', client.get(KEYS).text) == [
+        "acknowledge",
+        "unacknowledge",
+    ]
 
 
 def test_no_match_is_said_and_offers_nothing() -> None:

@@ -71,7 +71,8 @@ def test_a_key_that_is_given_up_after_its_lock_has_expired_was_lost() -> None:
 
 
 def test_an_acknowledgement_ends_no_run() -> None:
-    assert endings((1, "acknowledged", "by jane"), (2, "finished", "")) == [("client", "finished")]
+    events = (1, "acknowledged", "by jane"), (2, "unacknowledged", "by jane"), (3, "finished", "")
+    assert endings(*events) == [("client", "finished")]
 
 
 def test_a_cut_history_begins_inside_a_run() -> None:

@@ -256,6 +256,20 @@ def test_an_acknowledged_key_is_off_the_list_and_still_stuck(shop: Shop, sender:
     assert last_event() == "acknowledged: by jane: ticket 7"
 
 
+def test_the_undo_of_an_acknowledgement_takes_effect_once_and_on_what_was_seen(
+    shop: Shop, sender: Sender
+) -> None:
+    sender.send()
+    key = make_stuck()
+    assert not interventions.unacknowledge(key.pk, key.claim_token, by="jane")
+    assert interventions.acknowledge(key.pk, key.claim_token, by="jane")
+    assert not interventions.unacknowledge(key.pk, uuid4(), by="jane")
+    assert interventions.unacknowledge(key.pk, key.claim_token, by="jane", note="ticket 7")
+    assert not interventions.unacknowledge(key.pk, key.claim_token, by="joe")
+    assert IdempotencyKey.objects.stuck().get() == key
+    assert last_event() == "unacknowledged: by jane: ticket 7"
+
+
 def test_a_key_that_gets_stuck_anew_is_on_the_list_again(shop: Shop, sender: Sender) -> None:
     sender.send()
     key = make_stuck()

@@ -173,13 +173,15 @@ def test_a_request_is_completed_in_the_process_of_the_command(
         ("release", {"locked_until": None}),
         ("hand-back", {"stuck_code": ""}),
         ("acknowledge", {"stuck_code": "view_gave_up"}),
+        ("unacknowledge", {"stuck_code": "view_gave_up"}),
     ],
 )
 def test_each_action_changes_what_the_button_changes(
     action: str, changed: dict[str, Any], capsys: Any
 ) -> None:
+    acknowledged = timezone.now() + timedelta(hours=1) if action == "unacknowledge" else None
     key = (
-        stuck()
+        stuck(acknowledged_at=acknowledged)
         if action != "release"
         else IdempotencyKeyFactory(claim_token="0" * 32, locked_until=lock_end())
     )

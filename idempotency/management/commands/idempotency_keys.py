@@ -37,6 +37,7 @@ _COMPLETE = "Run requests and operations now, each from its last recovery point.
 _ANSWER = "Finish keys with a response or a result of yours, which each retry then gets."
 _RELEASE = "Release the locks of keys, as if their leases had ended."
 _ACKNOWLEDGE = "Take stuck keys off the list of keys for review."
+_UNACKNOWLEDGE = "Put acknowledged keys back on the list of keys for review."
 #: Each action: its help, the word of its result, and the function of ``interventions``.
 _ACTIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "complete": (_COMPLETE, "completed", interventions.complete_now),
@@ -44,17 +45,18 @@ _ACTIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "release": (_RELEASE, "released", interventions.release_lock),
     "hand-back": ("Hand keys back to the completer.", "handed back", interventions.hand_back),
     "acknowledge": (_ACKNOWLEDGE, "acknowledged", interventions.acknowledge),
+    "unacknowledge": (_UNACKNOWLEDGE, "on the list again", interventions.unacknowledge),
 }
 
 
 class Command(BaseCommand):
     help = (
         "List idempotency keys, those for manual review first (list), show one (show), or"
-        " intervene: complete, answer, release, hand-back and acknowledge do what the buttons of"
-        " the admin do. The output contains no secret of a client. Exit status: 0 if done; 1 if the"
-        " database cannot be reached, a key is missing, or a key was not changed, because a run or"
-        " another operator has changed it, or its state does not permit the action; 2 for wrong"
-        " usage."
+        " intervene: complete, answer, release, hand-back, acknowledge and unacknowledge do what"
+        " the buttons of the admin do. The output contains no secret of a client. Exit status: 0"
+        " if done; 1 if the database cannot be reached, a key is missing, or a key was not"
+        " changed, because a run or another operator has changed it, or its state does not permit"
+        " the action; 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
