@@ -16,28 +16,25 @@ from idempotency._engine.attempts import Attempts, conflict
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import connection_lost
 from idempotency._engine.fence import StoredResponse
-from idempotency._engine.history import HistoryEvent
 from idempotency._engine.phase import AtomicPhase, atomic_phase
 from idempotency._engine.phased_run import FinalState, PhasedRun, current_key
-from idempotency._engine.replays import CannotRun
 from idempotency._hidden import Hidden
 from idempotency._operations.definition import METHOD, Definition, scope_of
+from idempotency._operations.deploys import EarlierRuns
 from idempotency._operations.results import stored
 from idempotency._operations.steps import Step
 from idempotency.conf import Isolation
 from idempotency.exceptions import (
-    CallInDoubt,
     InProgress,
     InterventionRequired,
     KeyReused,
     KeyStuck,
     LockLost,
     Rejected,
-    StuckCode,
     Unavailable,
 )
 from idempotency.jobs import refuse_generator
-from idempotency.models import STARTED, DownstreamCall, IdempotencyKey
+from idempotency.models import STARTED
 
 
 class OperationWork:
@@ -60,6 +57,8 @@ class OperationWork:
         #: The run of the last attempt; None before the claim.
         self.run: Any = None
         self.is_committed = self.is_replayed = False
+        #: None if no earlier run has begun anything.
+        self._earlier: EarlierRuns | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -135,7 +134,8 @@ class OperationWork:
 
     def _in_steps(self, run: PhasedRun) -> Outcome:
         if run.key.begun and run.key.attempts > 1:
-            self._refuse_unknown_calls(run)
+            self._earlier = EarlierRuns(run, self.definition.steps, self.name)
+            self._earlier.require_same_steps()
         for point in run.key.phases():
             step = self.definition.steps.of_point[point]
             try:
@@ -176,6 +176,8 @@ class OperationWork:
 
     def _end_step(self, step: Step[Any], made: Hidden[tuple[Any, ...]], phase: AtomicPhase) -> None:
         result = Hidden(self._result(step.function, *made.value))
+        if self._earlier is not None and isinstance(result.value, Rejected):
+            self._earlier.require_no_later_call(result.value)
         if step is self.definition.steps.last or isinstance(result.value, Rejected):
             phase.finish_with(stored(result.value, self.name))
         else:
@@ -189,61 +191,15 @@ class OperationWork:
         phase.finish_with(stored(why, self.name))
 
     def _refuse_what_stays(self, point: str, why: Rejected) -> None:
-        """Raise KeyStuck if the refusal would leave an earlier effect in place. The effect is
-        either a committed transaction without ``undo``, or a call of an earlier run. In the second
-        case, a deploy has inserted a step before that call."""
-        if point == STARTED and self.definition.steps.of_point[point].call is None:
-            if self.run.key.begun:
-                raise KeyStuck(
-                    f"The operation {self.name} was rejected ({why.code}) by a step that a deploy"
-                    " has inserted before a call that was begun. The call may have taken effect."
-                    " Check the service, then answer the key."
-                )
-        elif self.definition.steps.undo is None and point != STARTED:
+        """Raise KeyStuck if the refusal would leave an earlier effect in place: a call, or a
+        committed transaction without ``undo``."""
+        if self._earlier is not None:
+            self._earlier.require_no_later_call(why)
+        if self.definition.steps.undo is None and point != STARTED:
             raise KeyStuck(
                 f"The operation {self.name} was rejected ({why.code}) after {point!r} was"
                 " committed, and it has no undo=. Undo the committed writes, then answer the key."
                 " Or deploy code with undo=, and hand the key back."
-            )
-
-    def _refuse_unknown_calls(self, run: PhasedRun) -> None:
-        """Refuse to continue if the service could repeat a call of an earlier attempt under another
-        key.
-
-        Raises CannotRun if the running code makes no call of this name.
-        Raises CallInDoubt if a deploy has changed the call from keyed() to at_most_once().
-        Raises CallInDoubt if the history was shortened, and has lost the name of the last call.
-        """
-        keys = IdempotencyKey.objects.using(run.using).filter(pk=run.key.pk)
-        begun = {
-            event["detail"]
-            for history in keys.values_list("history", flat=True)
-            for event in history
-            if event["event"] == HistoryEvent.CALL_BEGUN
-        }
-        calls, kept = self.definition.steps.calls, DownstreamCall.objects.using(run.using)
-        recorded = set(kept.filter(key_id=run.key.pk).values_list("name", flat=True))
-        at_most_once = {name for name in begun & calls.keys() if calls[name].valid_hours is None}
-        if switched := sorted(at_most_once - recorded):
-            raise CallInDoubt(
-                f"An earlier run began the call {switched[0]!r} with keyed(); the running code"
-                " makes it with at_most_once(). The call may have taken effect, and the service"
-                " would repeat it. Check the service, then answer the key. Or deploy keyed() again."
-            )
-        next_call = self.definition.steps.of_point[run.key.recovery_point].call
-        is_lost = not begun and run.key.call_begun_at is not None
-        if is_lost and next_call is not None and next_call.name not in recorded:
-            raise CallInDoubt(
-                "The history of the key has become too long, and its event of the last call was"
-                f" deleted. If that call had another name than {next_call.name!r}, the service"
-                " would repeat it. Check the service, then answer the key."
-            )
-        if unknown := sorted(begun - calls.keys()):
-            raise CannotRun(
-                StuckCode.UNKNOWN_RECOVERY_POINT,
-                f"An earlier run has begun the call {unknown[0]!r}, which the operation"
-                f" {self.name} of the running code does not make. Deploy code with a function of"
-                " this name in call=. Nothing is lost.",
             )
 
     def outcome(self, value: StoredResponse) -> Outcome:

@@ -31,6 +31,7 @@ WHOLE = (
         "steps",
         "results",
         "definition",
+        "deploys",
     ),
     *("enqueuer", "_batch", "_hand_over", "_outcomes", "completer"),
 )

@@ -9,7 +9,7 @@ import pytest
 from django.db import OperationalError, transaction
 from psycopg.errors import SerializationFailure
 
-from idempotency._operations.steps import Steps
+from idempotency._operations.steps import Step, Steps
 from idempotency.exceptions import (
     InterventionRequired,
     NoOpenTransaction,
@@ -19,7 +19,7 @@ from idempotency.exceptions import (
     Unfinished,
 )
 from idempotency.models import IdempotencyKey
-from idempotency.operations import keyed, operation
+from idempotency.operations import keyed, operation, step
 from tests.models import Account, Entry
 from tests.operations import Bank, booked, charge, note, pay
 
@@ -71,6 +71,39 @@ def test_a_refusal_by_an_inserted_step_does_not_hide_a_call_that_was_begun(bank:
         charge.once("key", name="one", cents=5)
     assert "inserted" in IdempotencyKey.objects.get().stuck_reason
     assert len(bank.transfers) == 1
+
+
+@pytest.mark.parametrize("place", ["its call", "its transaction"])
+def test_an_inserted_step_that_refuses_does_not_hide_a_later_call(place: str, bank: Bank) -> None:
+    def limit(key: str, *, name: str, cents: int) -> int:
+        if place == "its call":
+            raise Rejected("limit")
+        return cents
+
+    def limited(found: int, /, *, name: str, cents: int) -> Rejected:
+        return Rejected("limit")
+
+    unfinished(bank, charge)
+    inserted = step(call=keyed(limit, valid_hours=23))(limited)
+    with deployed(charge, after=inserted), pytest.raises(InterventionRequired):
+        charge.once("key", name="one", cents=5)
+    assert "inserted" in IdempotencyKey.objects.get().stuck_reason
+    assert len(bank.transfers) == 1
+
+
+def test_a_committed_step_that_a_deploy_moves_behind_another_is_not_repeated(bank: Bank) -> None:
+    def posted(*, name: str, cents: int) -> None:
+        Entry.objects.create(name=f"posted {name}")
+
+    with deployed(charge, after=Step(posted, None, booked)):
+        unfinished(bank, charge)
+    with deployed(charge, after=Step(booked, None, posted)):
+        with pytest.raises(Unavailable):
+            charge.once("key", name="one", cents=5)
+        assert IdempotencyKey.objects.get().stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT
+    with deployed(charge, after=Step(posted, None, booked)):
+        assert charge.once("key", name="one", cents=5) == {"transfer": 0}
+    assert Entry.objects.count() == 2, "each step was committed once"
 
 
 def rejected() -> None:
