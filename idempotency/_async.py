@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from asgiref.sync import async_to_sync, sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 
 from idempotency import _hidden
 
@@ -39,7 +40,12 @@ class EitherContext(Generic[Given]):
         self._entered = False
 
     def __enter__(self) -> Given:
-        return self._manager.__enter__()
+        try:
+            return self._manager.__enter__()
+        except SynchronousOnlyOperation as error:
+            raise SynchronousOnlyOperation(
+                "In an async view, enter this block with `async with`."
+            ) from error
 
     def __exit__(
         self,

@@ -4,8 +4,8 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, overload
 
 from django.db.models.base import ModelBase, model_unpickle
 
@@ -30,6 +30,21 @@ class Phases(Protocol):
     def phases(self) -> Iterator[str]: ...
 
     def result(self) -> Any: ...
+
+
+class RecoveryPoints:
+    """The recovery points of a run, for a ``for`` without ``async``."""
+
+    __slots__ = ("_points",)
+
+    def __init__(self, points: Iterator[str]) -> None:
+        self._points = points
+
+    def __iter__(self) -> Iterator[str]:
+        return self._points
+
+    def __aiter__(self) -> NoReturn:
+        raise TypeError("In an async view, iterate over key.aphases(), not over key.phases().")
 
 
 class CallBlocks(Protocol):
@@ -168,9 +183,9 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
             )
         return self.calls.at_most_once(name)
 
-    def phases(self) -> Iterator[str]:
+    def phases(self) -> Iterable[str]:
         """Yield the recovery point to continue from, until the key is finished."""
-        return self.bound_run().phases()
+        return RecoveryPoints(self.bound_run().phases())
 
     async def aphases(self) -> AsyncIterator[str]:
         """Yield the same recovery points as ``phases()``, to an async view."""

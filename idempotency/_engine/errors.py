@@ -12,6 +12,7 @@ from django.db.utils import Error, InterfaceError, InternalError, OperationalErr
 from psycopg.errors import InFailedSqlTransaction
 from psycopg.pq import TransactionStatus
 
+from idempotency._text import first_line
 from idempotency.conf import Isolation
 from idempotency.models import IdempotencyKey
 
@@ -22,6 +23,8 @@ _UNIQUE_VIOLATION = "23505"
 _LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
 #: The time limits of a transaction, at which PostgreSQL ends the session.
 _TIME_LIMITS = {"25P03": "idle_in_transaction_session_timeout", "25P04": "transaction_timeout"}
+#: A missing table and a missing column; the messages of SQLite.
+_NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 #: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second code.
 _READ_ONLY, NOT_SUPPORTED = "25006", "0A000"
 
@@ -171,6 +174,24 @@ def as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Erro
     lost = OperationalError(*error.args)
     lost.__cause__ = error.__cause__
     return lost
+
+
+def missing_migration(error: BaseException, using: str) -> str | None:
+    """Return one line with the cure for an error of a missing table or column; None for any other
+    error."""
+    line = first_line(error)
+    if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(
+        _NOT_MIGRATED_WORDS
+    ):
+        return f"{line}: run manage.py migrate --database {using}"
+    return None
+
+
+def name_missing_migration(error: Error, using: str) -> None:
+    """Add the cure to an error of a missing table or column of this app."""
+    line = missing_migration(error, using)
+    if line is not None and f"{IdempotencyKey._meta.app_label}_" in line:
+        error.args = (line,)
 
 
 def hide_key(error: Error) -> None:

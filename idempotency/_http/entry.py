@@ -9,7 +9,11 @@ from django.http import HttpResponseBase
 
 from idempotency import conf, scopes, signals
 from idempotency._engine import events
-from idempotency._engine.errors import connection_lost, exceeded_time_limit
+from idempotency._engine.errors import (
+    connection_lost,
+    exceeded_time_limit,
+    name_missing_migration,
+)
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.run import run_claimed, run_phased, run_plain
 from idempotency._hidden import Hidden
@@ -125,6 +129,7 @@ def _run(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
             logger.warning(text, using, str(refused))
         raise problem_of(refused) from None
     except Error as error:
+        name_missing_migration(error, using)
         if not connection_lost(error, using):
             raise
         raise _problem_of_loss(error, using, call, options) from error

@@ -27,6 +27,11 @@ MUST_BE_INSIDE = (
     " (post(), create(), ...)."
 )
 
+_CURE = (
+    "Return a response on each path. The last line of a phased view is `return key.response()`: a"
+    " response that a phase has stored stays stored, and the next retry gets it."
+)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Call:
@@ -135,8 +140,7 @@ class Call:
             setattr(response, _FINALIZED, True)
         if not isinstance(response, HttpResponseBase):
             raise TypeError(
-                f"The view returned {type(response).__name__}, not a response. Apply @idempotent to"
-                " the async view itself, or make the decorators between them coroutine functions."
+                f"The view {self.name} returned {type(response).__name__}, not a response. {_CURE}"
             )
         return rendered(response)
 

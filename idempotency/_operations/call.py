@@ -8,7 +8,11 @@ from django.db.utils import Error
 from idempotency import signals
 from idempotency._engine import events
 from idempotency._engine.adapter import ClaimedRequest
-from idempotency._engine.errors import connection_lost, exceeded_time_limit
+from idempotency._engine.errors import (
+    connection_lost,
+    exceeded_time_limit,
+    name_missing_migration,
+)
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._engine.run import run_phased, run_plain
@@ -80,10 +84,12 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
     except (InProgress, KeyReused, InterventionRequired, Unavailable):
         raise
     except Exception as error:
-        if isinstance(error, Error) and not is_nested and connection_lost(error, using):
-            limit = exceeded_time_limit(error)
-            code = "time_limit_exceeded" if limit else "database_unavailable"
-            raise Unavailable(code=code) from error
+        if isinstance(error, Error):
+            name_missing_migration(error, using)
+            if not is_nested and connection_lost(error, using):
+                limit = exceeded_time_limit(error)
+                code = "time_limit_exceeded" if limit else "database_unavailable"
+                raise Unavailable(code=code) from error
         if work.is_finished:
             raise RuntimeError(
                 "A hook of transaction.on_commit() raised this exception after the result was"

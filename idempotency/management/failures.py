@@ -9,15 +9,13 @@ from django.core.management.base import CommandError
 from django.db import InterfaceError, OperationalError
 
 from idempotency._engine import aliases
-from idempotency._engine.errors import is_read_only
+from idempotency._engine.errors import is_read_only, missing_migration
 from idempotency.backends import BrokerUnavailable
 
 logger = logging.getLogger("idempotency")
 
 #: The errors of an unavailable database or broker, which a loop logs as warnings.
 UNREACHABLE = (OperationalError, InterfaceError, BrokerUnavailable)
-#: The SQLSTATEs for a missing table and a missing column, and the messages of SQLite.
-_NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 
 
 @contextlib.contextmanager
@@ -34,12 +32,9 @@ def exit_1_explained(name: str, using: str) -> Iterator[None]:
 def one_line_of(error: BaseException, using: str) -> str | None:
     """Return one line about an unavailable database or broker, or a missing migration; None for any
     other error."""
-    line = in_one_line(error)
-    if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(
-        _NOT_MIGRATED_WORDS
-    ):
-        return f"{line.partition(' LINE ')[0]}: run manage.py migrate --database {using}"
-    return line if is_unreachable(error) else None
+    return missing_migration(error, using) or (
+        in_one_line(error) if is_unreachable(error) else None
+    )
 
 
 def is_unreachable(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from idempotency._engine.database_product import is_citus
+from idempotency.models import IdempotencyKey
 from tests.kit.threads import Gate, background
 
 
@@ -46,6 +47,22 @@ def database_setting(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         alter(f"RESET {name}")
+
+
+@contextmanager
+def no_migration() -> Iterator[None]:
+    """Hide the table of the keys, as before the first migration."""
+
+    def rename(table: str, to: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER TABLE {table} RENAME TO {to}")
+
+    table = IdempotencyKey._meta.db_table
+    rename(table, "hidden")
+    try:
+        yield
+    finally:
+        rename("hidden", table)
 
 
 def default_isolation(level: str) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
-from django.db import OperationalError, connection, transaction
+from django.db import DatabaseError, OperationalError, connection, transaction
 from django.utils import timezone
 
 from idempotency.completer import complete_key
@@ -20,6 +20,7 @@ from idempotency.exceptions import (
     Unfinished,
 )
 from idempotency.models import IdempotencyKey
+from tests.kit.database import no_migration
 from tests.models import Account, Entry
 from tests.operations import Bank, charge, note, outer, pay, ship, tell
 
@@ -258,3 +259,11 @@ def test_a_keyed_call_that_a_deploy_changes_to_one_at_most_once_is_not_repeated(
     finally:
         object.__setattr__(call, "valid_hours", 23)
     assert bank.requests == 1
+
+
+def test_a_missing_migration_is_named_with_its_cure() -> None:
+    with (
+        no_migration(),
+        pytest.raises(DatabaseError, match=r"idempotency_idempotencykey\W.*manage\.py migrate"),
+    ):
+        note.once("key", name="one")

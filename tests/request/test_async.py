@@ -294,3 +294,25 @@ def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_togethe
     asyncio.run(whole())
     assert len(refused) == 1
     assert IdempotencyKey.objects.finished().count() == 2
+
+
+@pytest.mark.parametrize(
+    ("block", "word"),
+    [("phases", "aphases"), ("atomic_phase", "async with"), ("call", "async with")],
+)
+def test_an_async_view_that_uses_the_form_of_a_sync_view_reads_the_right_one(
+    block: str, word: str, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    @idempotent(recovery_points=[])
+    async def view(request: HttpRequest) -> HttpResponse:
+        key: Any = request.idempotency_key
+        if block == "phases":
+            async for _ in key.phases():
+                pass
+        with atomic_phase(key) if block == "atomic_phase" else key.call("sms"):
+            pass
+        return HttpResponse()
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    assert word in caplog.text

@@ -38,8 +38,9 @@ from idempotency._http.key_header import key_of as key_carried_by
 from idempotency._http.problems import Problem
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
 from tests.factories import UserFactory
-from tests.kit.database import default_isolation, waits_for_a_lock
+from tests.kit.database import default_isolation, no_migration, waits_for_a_lock
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import at_once, background, elsewhere
 from tests.kit.views import Counted, both_kinds, create, phased, phased_outside, plain
@@ -625,7 +626,34 @@ def test_what_is_no_response_is_named(
 ) -> None:
     serve(view=plain(lambda request: "made"))
     assert sender.send().status_code == 500
-    assert "The view returned str, not a response." in caplog.text
+    assert "returned str, not a response." in caplog.text
+
+
+@both_kinds
+def test_a_missing_migration_is_named_with_its_cure(
+    kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(view=kind(create))
+    with no_migration():
+        assert sender.send().status_code == 500
+    assert "run manage.py migrate --database default" in caplog.text
+
+
+def test_a_forgotten_return_is_named_with_the_line_that_is_missing(
+    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> None:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("made"))
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    assert "view returned NoneType, not a response." in caplog.text
+    assert "return key.response()" in caplog.text
+    assert sender.send().content == b"made"
 
 
 def test_an_error_that_the_handler_of_a_framework_fails_at_is_left_to_django(
