@@ -1,6 +1,8 @@
 """Make text safe for logs and for both databases."""
 
 import json
+from collections.abc import Iterable
+from difflib import get_close_matches
 from logging import LogRecord
 from traceback import walk_tb
 from typing import Any
@@ -100,6 +102,12 @@ def escape_arguments(record: LogRecord) -> bool:
 
 def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return a question with the known name that is closest to ``name``, or an empty text."""
+    close = get_close_matches(str(name), known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def duration(seconds: float) -> str:

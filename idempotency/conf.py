@@ -11,6 +11,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
+from idempotency._text import did_you_mean
+
 Isolation = Literal["read committed", "repeatable read", "serializable"]
 #: A level, None for the connection's own level, or the level of the settings.
 ChosenIsolation = Isolation | None | Literal["from settings"]
@@ -183,7 +185,8 @@ def mistakes(values: object) -> list[str]:
         return ["IDEMPOTENCY must be a dict."]
     known = {f.name: f.type for f in fields(Settings)}
     found = [
-        f"IDEMPOTENCY[{name!r}] is not a setting. The settings are: {', '.join(known)}."
+        f"IDEMPOTENCY[{name!r}] is not a setting.{did_you_mean(name, known)} The settings are:"
+        f" {', '.join(known)}."
         for name in values
         if name not in known
     ]

@@ -17,6 +17,7 @@ from idempotency._http.entry import respond
 from idempotency._http.options import Options
 from idempotency._http.responses import SAFE_METHODS
 from idempotency._http.view import MUST_BE_INSIDE, Call, View
+from idempotency._text import did_you_mean
 
 AnyView = TypeVar("AnyView", bound=View)
 Given = ParamSpec("Given")
@@ -106,10 +107,10 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     Raises RuntimeError at the request of a phased view if a transaction is already open.
     """
     if unknown := given.keys() - {field.name for field in fields(Options)}:
-        names = ", ".join(field.name for field in fields(Options))
+        name, known = min(unknown), [field.name for field in fields(Options)]
         raise TypeError(
-            f"The decorator @idempotent has no option {sorted(unknown)[0]!r}. The options are:"
-            f" {names}."
+            f"The decorator @idempotent has no option {name!r}.{did_you_mean(name, known)} The"
+            f" options are: {', '.join(known)}."
         )
     options = Options(**given)
 

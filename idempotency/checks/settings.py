@@ -1,6 +1,8 @@
 """System checks of settings. They query no database."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -39,6 +41,23 @@ def check_settings(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
             " run it.",
             "The defaults are 300 seconds and 72 hours.",
         )
+
+
+@register
+def check_names(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
+    """W021: a setting of the project that is probably meant as IDEMPOTENCY, or as an item of it."""
+    items = {f"IDEMPOTENCY_{field.name}": field.name for field in fields(conf.Settings)}
+    given = getattr(settings, "IDEMPOTENCY", {})
+    for name in dir(settings):
+        item = items.get(name)
+        # Other packages have settings such as IDEMPOTENCY_KEY.
+        is_close = "_" not in name and get_close_matches(name, ["IDEMPOTENCY"], cutoff=0.8)
+        if (item and item not in given) or (is_close and name != "IDEMPOTENCY"):
+            yield warning(
+                "idempotency.W021",
+                f"The setting {name} is not a setting of this app, and has no effect.",
+                f"Did you mean IDEMPOTENCY{f' = {{{item!r}: ...}}' if item else ''}?",
+            )
 
 
 @register

@@ -114,7 +114,9 @@ def test_a_list_of_recovery_points_can_be_changed_after_the_decoration() -> None
 
 @pytest.mark.parametrize("options", [{"isolated": True}, {"isolated": True, "retries": 3}])
 def test_an_unknown_option_is_named(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="has no option 'isolated'"):
+    with pytest.raises(
+        TypeError, match=r"has no option 'isolated'\. Did you mean 'isolation'\? The options are"
+    ):
         idempotent(**options)
 
 

@@ -1,6 +1,8 @@
 """System checks find mistakes before the first request."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +64,47 @@ def test_the_defaults_and_right_settings_pass(settings):
 )
 def test_a_setting_that_cannot_be_right_is_an_error(settings, values):
     assert found(settings, **values) == ["idempotency.E001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("IDEMPOTENCE", "IDEMPOTENCY?"),
+        ("IDEMPOTENT", "IDEMPOTENCY?"),
+        ("IDEMPOTENCY_LOCK_TIMEOUT_SECONDS", "{'LOCK_TIMEOUT_SECONDS': ...}?"),
+    ],
+)
+def test_a_setting_with_nearly_the_right_name_is_reported(settings, name, hint):
+    setattr(settings, name, 60)
+    [message] = [each for each in run_checks(databases=[]) if each.id == "idempotency.W021"]
+    assert f"The setting {name} is not" in message.msg
+    assert message.hint.endswith(hint)
+
+
+NOT_INSTALLED = """
+import django
+from django.conf import settings
+
+settings.configure()
+django.setup()
+from idempotency.decorators import idempotent
+"""
+
+
+@pytest.mark.processes
+def test_an_import_without_the_app_names_the_setting():
+    ended = subprocess.run(
+        [sys.executable, "-c", NOT_INSTALLED], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stderr.rstrip().endswith(
+        "Add 'idempotency' to INSTALLED_APPS, and run manage.py migrate."
+    )
+
+
+def test_a_setting_of_another_package_or_of_the_project_itself_is_not_reported(settings):
+    settings.IDEMPOTENCY_KEY = {}
+    settings.IDEMPOTENCY_RETENTION_HOURS = 96
+    assert found(settings, RETENTION_HOURS=96) == []
 
 
 def test_settings_that_are_no_dict_are_an_error(settings):

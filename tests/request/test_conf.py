@@ -14,7 +14,13 @@ from idempotency import conf
     ("values", "said"),
     [
         ([], "IDEMPOTENCY must be a dict."),
-        ({"KEY_MIN": 1}, "IDEMPOTENCY['KEY_MIN'] is not a setting. The settings are: HEADER_NAMES"),
+        (
+            {"KEY_MIN": 1},
+            (
+                "IDEMPOTENCY['KEY_MIN'] is not a setting. Did you mean 'KEY_MIN_LENGTH'? The"
+                " settings are: HEADER_NAMES"
+            ),
+        ),
         (
             {"RETENTION_HOURS": 0},
             "IDEMPOTENCY['RETENTION_HOURS'] must be a positive whole number, not 0.",
