@@ -1,7 +1,7 @@
-"""``python -m benchmarks.report FILE``: store the figures of a run, and write the page of the docs
-and its charts from them.
+"""``python -m benchmarks.report FILE``: store the figures of a run, and write the pages of the docs
+and their charts from them.
 
-Do not edit the page: a test generates it from ``benchmarks/results.json`` and compares.
+Do not edit the pages: a test generates them from ``benchmarks/results.json`` and compares.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from benchmarks.targets import TARGETS
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = Path("docs/explanation/performance.md")
+DETAILS = Path("docs/contributing/benchmarks.md")
 CHART, CHART_HTTP = Path("docs/images/performance.svg"), Path("docs/images/performance-http.svg")
 OURS = {"plain": "ours, plain view", "ride": "ours, the ride"}
 #: The system, the view and the label of each row of the table of operations.
@@ -32,8 +33,8 @@ WORKFLOWS = (
 KINDS = {
     "first": "first request",
     "replay": "replay",
-    "conflict": "in progress",
-    "mismatch": "another body",
+    "conflict": "duplicate while running (409)",
+    "mismatch": "same key, other body (422)",
 }
 
 #: The maximum length of a line of prose on the page.
@@ -45,15 +46,28 @@ INTRODUCTION = """\
 # Performance
 
 This page compares a protected view with the same view without protection, and with other packages.
-The bare view is the view without protection. The ride is a phased view with four commits.
+The *bare view* is the view without protection. The *ride* is a phased view with four commits.
+[Benchmarks](../contributing/benchmarks.md) has more figures, the versions of the peers and the
+method. A time in microseconds applies to one machine only. Ratios to the bare view differ less
+between machines, and ratios between two systems differ least.
 
-The command `make bench` alternates between the systems that it compares. Run the command on your
-machine, because a time in microseconds applies to one machine only. Ratios to the bare view differ
-less between machines, and ratios between two systems differ least.
+Over a unix socket, a request takes mostly processor time, and most of that time is spent in Python.
+Over a network, the time of a request depends mostly on its round trips: the first request of a
+plain view has as many as the bare view.
+"""
+
+DETAILS_INTRODUCTION = """\
+<!-- Written by `python -m benchmarks.report` from benchmarks/results.json; do not edit it. -->
+
+# Benchmarks
+
+The command `make bench` alternates between the systems that it compares.
+[Performance](../explanation/performance.md) has the figures for users, and explains the bare view
+and the ride.
 """
 
 METHOD = """\
-## How it is measured
+## Method
 
 - PostgreSQL and Redis are the embedded servers of the demo, on unix sockets. PostgreSQL runs with
   `fsync` on. Statements are prepared.
@@ -92,41 +106,47 @@ def main() -> None:
 
 
 def files(results: dict[str, Any]) -> dict[Path, str]:
-    """Return the page and the charts, by their paths in the repository."""
+    """Return the pages and the charts, by their paths in the repository."""
     in_process, over_http = (part(results, "systems", name) for name in ("in_process", "over_http"))
     sections = [
         INTRODUCTION,
-        *([f"{results['note']}\n"] if "note" in results else []),
         _machine(results),
         f"![Ratios to the bare view](../images/{CHART.name})\n",
-        "## The targets\n",
-        _targets(results),
         "## One client, in process\n",
         _in_process(in_process),
+        "## Responses over HTTP\n",
+        _over_http(over_http, in_process),
+        "## Distance to the database\n",
+        _distance(part(results, "distance")),
+        "## Replays that a standby confirms\n",
+        _replication(part(results, "replication")),
+    ]
+    details = [
+        DETAILS_INTRODUCTION,
+        *([f"{results['note']}\n"] if "note" in results else []),
+        "## Targets\n",
+        _targets(results),
         "## Operations and workflows\n",
         _workflows(part(results, "workflows")),
-        "## What a request costs on any machine\n",
+        "## Processor time\n",
+        _processor(in_process),
+        "## Statements, commits and WAL\n",
         _costs(part(results, "systems", "costs"), in_process),
-        "## Over HTTP\n",
-        _over_http(over_http, in_process),
+        "## All systems at a distance\n",
+        _all_at_a_distance(part(results, "systems", "at_a_distance")),
         "## Staged jobs to their queue\n",
         _jobs(part(results, "jobs")),
         "## Many keys\n",
         _sizes(part(results, "sizes")),
-        "## Bodies of requests, and rows that are deleted\n",
+        "## Bodies of requests, and deletion of rows\n",
         _rows(part(results, "rows")),
-        "## A network before the database, and statements that are not prepared\n",
-        _distance(part(results, "distance")),
-        _all_at_a_distance(part(results, "systems", "at_a_distance")),
-        "## Replays that a standby confirms\n",
-        _replication(part(results, "replication")),
-        "## While keys are reaped\n",
+        "## Claims during the deletion of keys\n",
         _reaper(part(results, "reaper")),
-        "## The peers\n",
+        "## Peers\n",
         _peers(in_process),
         METHOD,
     ]
-    found = {PAGE: "\n".join(sections)}
+    found = {PAGE: "\n".join(sections), DETAILS: "\n".join(details)}
     if "error" not in in_process:
         found[CHART] = _chart(in_process)
     if "error" not in over_http:
@@ -192,13 +212,7 @@ def _targets(results: dict[str, Any]) -> str:
     return (
         table(["figure", "target", "wanted", "measured", "result"], rows)
         + "\n"
-        + prose(
-            "The column *wanted* has the original limit, if the target differs from it. Over a unix"
-            " socket, a request takes mostly processor time, and most of that time is spent in"
-            " Python. The number of round trips matters little there: the first request of a plain"
-            " view has as many as the bare view. Over a network, the time of a request depends"
-            " mostly on its round trips."
-        )
+        + prose("The column *wanted* has the original limit, if the target differs from it.")
     )
 
 
@@ -288,7 +302,13 @@ def _in_process(figures: dict[str, Any]) -> str:
                 for name, ratio in beside.items()
             ],
         )
-    text += "\n" + prose(
+    return text
+
+
+def _processor(figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        return not_measured(figures)
+    text = prose(
         "The processor time of one request is in microseconds, in the process of the view and in"
         " all processes of PostgreSQL:"
     )
@@ -345,7 +365,7 @@ def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
     text = prose(
         "The statements are counted in PostgreSQL's log. BEGIN, SET and COMMIT are included. Each"
         " statement takes a round trip, except the statements of this app that are sent together"
-        " with BEGIN or COMMIT. The round trips are counted in a table below."
+        " with BEGIN or COMMIT."
     )
     return (
         text
@@ -459,7 +479,7 @@ def _jobs(figures: dict[str, Any]) -> str:
         + "\n"
         + prose(
             f"The time from COMMIT to the queue is {latency['after_commit']['p50']} ms (p99"
-            f" {latency['after_commit']['p99']} ms) with the hand-over after COMMIT. It is"
+            f" {latency['after_commit']['p99']} ms) with `HAND_OVER_AFTER_COMMIT`. It is"
             f" {latency['loop']['p50']} ms (p99 {latency['loop']['p99']} ms) with the loop of the"
             " enqueuer."
         )
@@ -503,9 +523,8 @@ def _rows(figures: dict[str, Any]) -> str:
     ]
     return (
         prose(
-            "The figures are those of one key: its request, its row at the end of the request, and"
-            " the deletion of the row by SQL after VACUUM and a checkpoint. The bodies do not"
-            " compress."
+            "The figures are per key: the cost of the request, the size of its row, and the cost of"
+            " deleting the row by SQL after VACUUM and a checkpoint. The bodies do not compress."
         )
         + "\n"
         + table(["", *heads], rows)
