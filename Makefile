@@ -126,7 +126,7 @@ proof:
 	$(call end,proof)
 
 # Two PostgreSQL nodes: kills, promotions and restarts under traffic, in each kind of replication; a table. ROUNDS (3) of each event;
-# SEED repeats a run. Then `python -m tests.failover.results` writes the table into docs/explanation/scaling.md.
+# SEED repeats a run. Then `python -m tests.failover.results` writes the table into docs/contributing/failover.md.
 failover:
 	$(call set-up,failover,test)
 	@exec $(PY) -m tests.failover

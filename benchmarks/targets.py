@@ -208,7 +208,7 @@ TARGETS = (
     # Before the columns of the request were the first of the row, the figure was 7,700.
     Target("the ride with 1 KB of body: bytes of WAL", _row("ride, 1 KB", "wal_bytes"), 4600),
     # A plain view updates its row once, in the transaction that inserts it. A separate table of
-    # responses would avoid the update; docs/explanation/scaling.md says why there is no such table.
+    # responses would avoid the update; see docs/contributing/design-decisions.md.
     Target("plain view: dead rows a request", _row("plain, 1 KB", "dead_rows"), 1, wanted=0),
     Target(
         "p99 of a claim during deletion relative to before", ("reaper", "ratio"), REAPER_AT_MOST

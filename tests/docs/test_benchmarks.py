@@ -59,7 +59,9 @@ def test_the_pages_and_the_charts_are_made_of_the_results() -> None:
 
 
 def test_no_figure_is_in_the_words_of_the_page() -> None:
-    assert re.findall(r"\d+", report.INTRODUCTION + report.DETAILS_INTRODUCTION + report.METHOD) == []
+    assert (
+        re.findall(r"\d+", report.INTRODUCTION + report.DETAILS_INTRODUCTION + report.METHOD) == []
+    )
 
 
 def test_another_figure_makes_another_page() -> None:

@@ -61,7 +61,6 @@ WITH_MORE = [
     "choose-a-queue.md",
     "graphql-and-agents.md",
     "move-from-django-idempotency-key.md",
-    "run-a-soak.md",
     "use-a-pooler.md",
 ]
 
@@ -125,13 +124,13 @@ def test_the_move_from_another_package_can_be_followed(tmp_path: Path) -> None:
 
 def test_the_command_of_the_soak_is_a_target_of_make() -> None:
     """A soak of some seconds is run by ``tests/processes/test_soak.py``."""
-    page = (GUIDES / "run-a-soak.md").read_text()
+    page = (ROOT / "docs" / "contributing" / "soak.md").read_text()
     (line,) = [step.line for step in steps(page) if isinstance(step, Command)]
     assert "manage.py soak" in Project(ROOT).run(line.replace("make", "make --dry-run"))
 
 
 def test_the_limits_of_the_soak_are_on_its_page() -> None:
-    page = (GUIDES / "run-a-soak.md").read_text()
+    page = (ROOT / "docs" / "contributing" / "soak.md").read_text()
     assert dict(re.findall(r"`(\w+_timeout)` \((\d+ m?s)\)", page)) == {
         name: re.sub(r"(?<=\d)(?=m?s)", " ", value) for name, (value, _) in limits.SETTINGS.items()
     }

@@ -1,7 +1,7 @@
 """The results of a run: the printed table, the failures, and the table of the docs.
 
 ``python -m tests.failover.results`` writes the table of the last run into
-docs/explanation/scaling.md.
+docs/contributing/failover.md.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER, FILE = ROOT / ".run" / "failover", "results.json"
-PAGE = ROOT / "docs" / "explanation" / "scaling.md"
+PAGE = ROOT / "docs" / "contributing" / "failover.md"
 BEGINNING, END = (
     "<!-- `make failover` and `python -m tests.failover.results` make this table. -->",
     "<!-- end of the table -->",
