@@ -284,7 +284,7 @@ def run_staged(
     refuse_operation(operation)
     definition: Any = find(operation)
     try:
-        return run(definition, *given, using=definition.using or using)
+        return run(definition, *given, using=definition.using or using, staged=True)
     except Rejected as why:
         logger.info("the staged operation %s was rejected: %s", operation, why.code)
         return None

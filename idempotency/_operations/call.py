@@ -1,6 +1,8 @@
 """Call an operation: claim its key, run it, and return or raise the result for the caller."""
 
 import time
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from django.db.utils import Error
@@ -27,10 +29,12 @@ from idempotency.exceptions import (
     Unavailable,
     Unfinished,
 )
+from idempotency.reaper import MESSAGE_RETENTION
 from idempotency.signals import RequestOutcome
 
 #: The name of the operation is stored in the same column.
 MAX_SCOPE = 99
+_STAGED_HOURS = MESSAGE_RETENTION // timedelta(hours=1)
 
 _IN_TRANSACTION = (
     "The operation {0} commits its own transactions, so it cannot run in an open transaction. Call"
@@ -51,8 +55,13 @@ def run(
     scope: str,
     user_id: Any,
     using: str | None = None,
+    staged: bool = False,
 ) -> Any:
-    """Run an operation, continue it, or return its stored result; see ``Operation.once``."""
+    """Run an operation, continue it, or return its stored result; see ``Operation.once``.
+
+    A new key of a staged operation is kept for as long as the inbox keeps the message of its job.
+    Without the message, only the key prevents that a second delivery runs the operation again.
+    """
     refuse_key(key.value)
     if definition.steps.is_phased and find(definition.name) is not definition:
         raise RuntimeError(_LATE.format(definition.name))
@@ -60,6 +69,8 @@ def run(
     start, outcome = time.monotonic(), RequestOutcome.FAILED
     try:
         claim = work.claimed_request(key.value, scope, user_id)
+        if staged and claim.retention_hours is not None:
+            claim = replace(claim, retention_hours=max(claim.retention_hours, _STAGED_HOURS))
         done = _done(work, claim, using or definition.alias)
         outcome = RequestOutcome.REPLAYED if work.is_replayed else RequestOutcome.RAN
     except (InProgress, KeyReused, InterventionRequired):

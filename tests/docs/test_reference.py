@@ -197,6 +197,7 @@ def width(field: str) -> int:
         ("contributing/soak.md", account.STALL_SECONDS),
         ("how-to/run-the-processes.md", heartbeats.WRITE_SECONDS),
         ("how-to/run-the-processes.md", heartbeats.SILENT_SECONDS),
+        ("reference/operations.md", MESSAGE_RETENTION.total_seconds()),
         ("reference/log-lines.md", loop.MAX_PAUSE_SECONDS),
         ("reference/log-lines.md", _prompt.PAUSE_SECONDS),
         ("reference/models.md", DEFAULTS.RETENTION_HOURS * 3600),

@@ -3,6 +3,7 @@ with the outcome."""
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from celery.exceptions import Reject
 from celery.exceptions import Retry as CeleryRetry
 from django.core.management import call_command
 from django.db import transaction
+from django.db.models import F
 from django.test import Client
 from django.urls import reverse
 from pytest_django import Settings
@@ -33,6 +35,7 @@ from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import STAGED_OPERATION, call_job, shard_of, stage_job
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.operations import operation
+from idempotency.reaper import MESSAGE_RETENTION
 from tests.factories import UserFactory
 from tests.kit.shards import GUIDE, tenant
 from tests.models import Account, Entry
@@ -115,6 +118,18 @@ def test_a_delivery_after_a_process_died_before_the_mark_is_a_repeat(
     ProcessedMessage.objects.all().delete()
     deliver(worker, job)
     assert (bank.requests, ProcessedMessage.objects.count()) == (1, 1)
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_key_outlives_the_deliveries_of_its_job(worker: Callable[..., Any]) -> None:
+    with transaction.atomic():
+        job = note.stage("key", name="one")
+    deliver(worker, job)
+    ProcessedMessage.objects.all().delete()
+    almost = MESSAGE_RETENTION - timedelta(hours=1)
+    IdempotencyKey.objects.update(expires_at=F("expires_at") - almost)
+    deliver(worker, job)
+    assert Entry.objects.count() == 1
 
 
 @pytest.mark.parametrize("worker", WORKERS)
