@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,10 @@ NOTES = {
     ),
     "ProcessedMessage.message_id": "The id that the sender gave to the message.",
 }
-#: The options that Django adds to every command.
+#: The options that Django adds to every command, and one that the head of the page explains.
 COMMON_OPTIONS = {
     *(
+        "--database",
         "-h",
         "--help",
         "--version",
@@ -207,7 +208,7 @@ def _rule(constraint: Any) -> str:
 
 
 def commands_tables() -> str:
-    """Return the help of each command, without the options that Django adds to every command."""
+    """Return the help of each command, without the options of COMMON_OPTIONS."""
     from django.core.management import load_command_class
 
     folder = Path(__file__).parents[1] / "idempotency" / "management" / "commands"
@@ -220,14 +221,26 @@ def _command(name: str, command: Any) -> str:
     parts = [f"## {name}", _wrapped(command.help)]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            about = {choice.dest: choice.help for choice in action._choices_actions}
-            for word, inner in action.choices.items():
-                parts.append(f"`{name} {word}`: {about[word]}")
-                parts.append(_table(("option", "meaning"), list(_options(inner))))
+            about = [(f"`{each.dest}`", each.help or "") for each in action._choices_actions]
+            parts.append(_table(("action", "meaning"), about))
+            parts.append(_table(("option", "of", "meaning"), list(_shared(action.choices))))
     options = list(_options(parser))
     if options:
         parts.append(_table(("option", "meaning"), options))
     return "\n\n".join(parts)
+
+
+def _shared(actions: Mapping[str, argparse.ArgumentParser]) -> Iterator[tuple[str, str, str]]:
+    """Yield each option of the actions of a command once, with the actions that take it."""
+    takers: dict[tuple[str, str], list[str]] = {}
+    for word, parser in actions.items():
+        for option in _options(parser):
+            takers.setdefault(option, []).append(word)
+    for (option, meaning), words in takers.items():
+        missing = [word for word in actions if word not in words]
+        few = len(missing) < len(words)
+        of = (f"all but {', '.join(missing)}" if missing else "all") if few else ", ".join(words)
+        yield option, of, meaning
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -238,7 +251,9 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
             continue
         name = ", ".join(action.option_strings) or f"{action.metavar} ..."
         value = (
-            f" {action.metavar or 'ALIAS'}" if action.option_strings and action.nargs != 0 else ""
+            f" {action.metavar or action.dest.upper()}"
+            if action.option_strings and action.nargs != 0
+            else ""
         )
         yield f"`{name}{value}`", (action.help or "") % {"default": action.default}
 

@@ -114,8 +114,8 @@ def add_database_argument(parser: argparse.ArgumentParser) -> None:
         "--database",
         choices=tuple(connections),
         help=(
-            "The database with the rows (default: the one to which DATABASE_ROUTERS send writes of"
-            " the model)."
+            "The database with the tables of this app (default: the database to which"
+            " DATABASE_ROUTERS send its writes)."
         ),
     )
 

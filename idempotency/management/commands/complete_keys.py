@@ -14,9 +14,9 @@ class Command(PassCommand):
     help = (
         "Run abandoned requests from their last recovery point, each as its sender. Several"
         " instances of this command may run at once. The command does one pass and exits, or"
-        " repeats passes with --loop. Exit status: 0 if the pass is done, even if keys became"
-        " stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong usage; 3 if a"
-        " run in a loop hangs, after which the command must be started again."
+        " repeats passes with --loop. Exit status 0: the pass is done, with or without stuck keys,"
+        " or the loop got SIGTERM. 1: the database cannot be reached. 2: wrong usage. 3: a run in a"
+        " loop hangs; start the command again."
     )
     default_interval = 5.0
     default_batch_size = 100

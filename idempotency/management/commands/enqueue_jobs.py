@@ -9,8 +9,8 @@ class Command(PassCommand):
     help = (
         "Hand all due staged jobs to their broker, and delete their rows. Several instances of this"
         " command may run at once. The command does one pass and exits, or repeats passes with"
-        " --loop. Exit status: 0 if the pass is done, or after SIGTERM; 1 if the database or the"
-        " broker cannot be reached; 2 for wrong usage; 3 if a batch in a loop does not end after"
+        " --loop. Exit status 0: the pass is done, or the loop got SIGTERM. 1: the database or the"
+        " broker cannot be reached. 2: wrong usage. 3: a batch in a loop does not end after"
         " SIGTERM."
     )
     default_interval = 1.0

@@ -10,11 +10,11 @@ from idempotency.reaper import ReapPass, reap_once
 class Command(PassCommand):
     help = (
         "Delete finished and refused keys, inbox messages and counts of requests past their"
-        " retention. Settle keys that are unfinished after RETENTION_HOURS with on_abandon, or mark"
-        " them as stuck. Several instances of this command may run at once. The command does one"
-        " pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even"
-        " if keys became stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong"
-        " usage; 3 if a run in a loop hangs, after which the command must be started again."
+        " retention. Call on_abandon for keys that are unfinished after RETENTION_HOURS, or mark"
+        " these keys as stuck. Several instances of this command may run at once. The command does"
+        " one pass and exits, or repeats passes with --loop. Exit status 0: the pass is done, with"
+        " or without stuck keys, or the loop got SIGTERM. 1: the database cannot be reached. 2:"
+        " wrong usage. 3: a run in a loop hangs; start the command again."
     )
     default_interval = 60.0
 
