@@ -125,6 +125,28 @@ def test_33_type_base_is_a_setting(serve: Serve, sender: Sender, settings: Setti
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "kind", "its_own"),
+    [
+        ("key_missing", "invalid_request", "idempotency_key_required"),
+        ("key_reused", "invalid_request", "idempotency_conflict"),
+        ("key_in_use", "invalid_request", "idempotency_in_flight"),
+        ("key_invalid", "invalid_request", "key_invalid"),
+        ("key_stuck", "processing_error", "key_stuck"),
+    ],
+)
+def test_34_errors_of_the_agentic_commerce_protocol(
+    code: str, kind: str, its_own: str, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"ERROR_RENDERER": "idempotency.contrib.acp_errors.render"}
+    provoke, status, retryable = CONDITIONS[code]
+    response = provoke(serve, sender, phased)
+    content = json.loads(response.content)
+    assert set(content) == {"type", "code", "message"}
+    assert (response.status_code, content["type"], content["code"]) == (status, kind, its_own)
+    assert ("Retry-After" in response) is retryable
+
+
 def test_34_renderer_is_a_setting(serve: Serve, sender: Sender, settings: Settings) -> None:
     def render(*, status: int, code: str, headers: dict[str, str], **members: Any) -> HttpResponse:
         return JsonResponse(
