@@ -100,11 +100,11 @@ def replay(key: ClaimedKey, work: Work) -> Any:
 def _stored_value(key: ClaimedKey, work: Work) -> Any:
     if key.response_code is None:
         text = (
-            "key %s was committed without a result, probably because its %s ended the transaction"
-            " with COMMIT. The writes before it are committed. The caller gets an error, and the"
-            " key requires manual intervention."
+            "key %s was committed without a result, probably because the %s %s ended the"
+            " transaction with COMMIT. The writes before it are committed. The caller gets an"
+            " error, and the key requires manual intervention. Remove the COMMIT from the code."
         )
-        events.log(ERROR, text, key, work.kind)
+        events.log(ERROR, text, key, work.kind, work.name)
         raise InterventionRequired
     return work.replayed(key)
 

@@ -303,7 +303,8 @@ def test_a_key_that_the_view_itself_committed_is_not_answered_with_an_empty_succ
     assert sender.send().status_code == (500 if fails else 503)
     answer = sender.send()
     assert (answer.status_code, answer.json()["code"]) == (409, "key_stuck")
-    assert "was committed without a result" in caplog.text
+    assert "was committed without a result, probably because the view" in caplog.text
+    assert "Remove the COMMIT" in caplog.text
 
 
 @pytest.mark.parametrize("savepoint", [True, False])
