@@ -225,6 +225,15 @@ class ProcessHeartbeat(models.Model):
         return f"{self.name} on {self.host}, process {self.pid}"
 
 
+class Dashboard(ProcessHeartbeat):
+    """The line of the dashboard on the first page of the admin. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        default_permissions = ()
+        verbose_name = verbose_name_plural = _("dashboard")
+
+
 class TrafficCount(models.Model):
     """The number of requests of one kind in one minute, of all processes; deleted after eight
     days."""

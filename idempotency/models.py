@@ -20,6 +20,7 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import gettext_noop
 
 from idempotency import conf
+from idempotency._records import Dashboard as Dashboard
 from idempotency._records import DownstreamCall as DownstreamCall
 from idempotency._records import ProcessedMessage as ProcessedMessage
 from idempotency._records import ProcessHeartbeat as ProcessHeartbeat

@@ -8,6 +8,7 @@ these requires a permission in addition to the permission to view the rows.
 
 # These modules register their admins.
 from idempotency.admin.job_list import StagedJobAdmin as StagedJobAdmin
+from idempotency.admin.keys import DashboardAdmin as DashboardAdmin
 from idempotency.admin.keys import IdempotencyKeyAdmin as IdempotencyKeyAdmin
 from idempotency.admin.message_list import DownstreamCallAdmin as DownstreamCallAdmin
 from idempotency.admin.message_list import ProcessedMessageAdmin as ProcessedMessageAdmin

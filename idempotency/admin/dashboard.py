@@ -80,7 +80,7 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     url = _list_url(key_admin)
     keys, processes = measures.unfinished_keys(every, MAX_READ), _known_processes(every.db)
     shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every, MAX_READ), url)
-    shown |= {"keys_url": url, "key_actions": _actions(request, key_admin)}
+    shown |= {"keys_url": url, "key_actions": _key_actions(request, key_admin)}
     shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now()}
     shown |= _of_processes(processes)
     found = [*findings.of_keys(keys, MAX_READ)]
@@ -243,6 +243,12 @@ def _actions(request: HttpRequest, rows: Any) -> list[tuple[str | Promise, str]]
         for action in actions
         if rows.holds(request, action.permission)
     ]
+
+
+def _key_actions(request: HttpRequest, keys: Any) -> list[tuple[str | Promise, str]]:
+    """Return the actions on a group of keys, behind the link to the page of its first key."""
+    one_by_one = reverse(f"{keys.admin_site.name}:idempotency_next")
+    return [(_("One by one"), one_by_one), *_actions(request, keys)]
 
 
 def _list_url(rows: Any) -> str:

@@ -12,6 +12,7 @@ from django.db import router
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -33,6 +34,7 @@ from idempotency.admin.actions import (
 )
 from idempotency.admin.history import history_of
 from idempotency.admin.key_timeline import KeyTimeline
+from idempotency.admin.next_key import list_filters, next_url
 from idempotency.admin.operations import result_text
 from idempotency.admin.reading import ReadOnlyAdmin, encodable, preformatted, pretty
 from idempotency.admin.refusals import refused
@@ -170,7 +172,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         events, url_path = history_of(key), key.request_path.partition("?")[0]
         # Read before the calls that the page shows: if a call begins in between, the button reports
         # that the key has changed.
-        looked = urlencode(looked_at(key, self._alias(key)))
+        looked = urlencode(looked_at(key, self._alias(key)) | list_filters(request))
         context |= {
             **key_page.facts(key),
             "subtitle": cut(encodable(work_line(key.request_method, url_path)), MAX_SUBTITLE),
@@ -181,6 +183,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "buttons": offered(key, partial(self.holds, request)),
             "missing": offered(key, lambda permission: not self.holds(request, permission)),
             "looked_at": looked,
+            "next_url": next_url(self.admin_site, request, key.pk),
             "is_operation": key.request_method == METHOD,
             "curl": encodable(copying.curl(key, request)) if has_headers(key) else "",
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
@@ -223,8 +226,8 @@ class KeyPageAdmin(ReadOnlyAdmin):
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
-        change = f"{self.opts.app_label}_{self.opts.model_name}_change"
-        page = reverse(f"{self.admin_site.name}:{change}", args=(pk,))
+        page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(pk,))
+        page = "?".join(filter(None, (page, urlencode(list_filters(request)))))
         fence = fence_of(key, self._alias(key))
         looked = {"seen": digest_of(fence)}
         # The page with the button sends the digest of the data that it showed.
@@ -242,11 +245,14 @@ class KeyPageAdmin(ReadOnlyAdmin):
             level, text, logged = button.press(key, form.cleaned_data | fence, by, using)
             if logged:
                 self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
-            self.message_user(request, str(text), level)
-            return HttpResponseRedirect(page)
+            further = next_url(self.admin_site, request, pk) if level == messages.SUCCESS else ""
+            told = format_html('<a href="{}">{}</a>: {}', page, key, text) if further else str(text)
+            self.message_user(request, told, level)
+            return HttpResponseRedirect(further or page)
         question: dict[str, Any] = {"title": button.label, "name": name, "button": button}
+        question |= {"looked_at": urlencode(looked | list_filters(request))}
         question |= {"form": form, "page": page, "template": template, "filled": bool(filled)}
-        return self._ask(request, key, question | {"looked_at": urlencode(looked)})
+        return self._ask(request, key, question)
 
     # A view must not run inside a transaction, and a later error of the page must not undo the
     # action of the button.
@@ -258,6 +264,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         """Return the confirmation of a button, with the facts that the person needs for the
         decision."""
         form, preview = question["form"], None
+        body = self.arguments_shown if key.request_method == METHOD else self.request_shown
         if isinstance(form, answering.PreviewedForm):
             preview = form.preview(question["template"])
         shown = {
@@ -266,11 +273,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "key": key,
             "request_line": self.request(key),
             "is_operation": key.request_method == METHOD,
-            "request_body": (
-                self.arguments_shown(key)
-                if key.request_method == METHOD
-                else self.request_shown(key)
-            ),
+            "request_body": body(key),
             "sender": self.sender(key),
             "preview": preview,
             **key_page.facts(key),

@@ -5,6 +5,7 @@ from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.options import IncorrectLookupParameters
+from django.contrib.admin.views.main import PAGE_VAR
 from django.contrib.auth import get_user_model
 from django.db.models import QuerySet
 from django.db.models.functions import Now
@@ -25,13 +26,15 @@ from idempotency.admin.bulk_keys import Acknowledge, HandBack, Unacknowledge
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
 from idempotency.admin.export import csv_of
+from idempotency.admin.filters import row_id
 from idempotency.admin.key_views import KeyPageAdmin
+from idempotency.admin.next_key import AFTER, CHANGELIST_FILTERS, key_behind
 from idempotency.admin.operations import OperationFilter, status_word
-from idempotency.admin.reading import first_line_of
+from idempotency.admin.reading import ReadOnlyAdmin, first_line_of, may_view
 from idempotency.admin.refusals import refused
 from idempotency.admin.search import HELP, search
 from idempotency.exceptions import StuckCode
-from idempotency.models import IdempotencyKey
+from idempotency.models import Dashboard, IdempotencyKey, StagedJob
 
 #: The links above the list: the text and the filters of each.
 SAVED_VIEWS = (
@@ -68,6 +71,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         view = self.admin_site.admin_view
         own = [
             path("dashboard/", view(self.dashboard_view), name="idempotency_dashboard"),
+            path("next/", view(self.next_view), name="idempotency_next"),
             path("csv/", view(self.csv_view), name="idempotency_keys_csv"),
         ]
         return own + super().get_urls()
@@ -102,6 +106,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             f"{reverse(f'{self.admin_site.name}:idempotency_keys_csv')}?{request.GET.urlencode()}"
         )
         views = [(label, f"?{urlencode(query)}") for label, query in SAVED_VIEWS]
+        views.append((_("One by one"), f"next/?{request.GET.urlencode() or 'state=stuck'}"))
         return super().changelist_view(
             request, {"saved_views": views, "csv_url": csv_url} | (extra_context or {})
         )
@@ -116,6 +121,28 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             return HttpResponseRedirect(
                 reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist")
             )
+
+    def next_view(self, request: HttpRequest) -> HttpResponse:
+        """Redirect to the page of the next key that the filters and the search of the query select:
+        the first one, or the one behind the key ``after``."""
+        if not self.has_view_permission(request):
+            return refused(self, request)
+        query = request.GET.copy()
+        query.pop(PAGE_VAR, None)
+        after = row_id(query.pop(AFTER, [""])[-1]) or 0
+        name = f"{self.admin_site.name}:idempotency_idempotencykey"
+        keys_url = f"{reverse(f'{name}_changelist')}?{query.urlencode()}"
+        request.GET = query  # type: ignore[assignment]
+        try:
+            keys = admin.ModelAdmin.get_changelist_instance(self, request).queryset
+        except IncorrectLookupParameters:
+            return HttpResponseRedirect(keys_url)
+        if (found := key_behind(keys, after)) is not None:
+            filters = urlencode({CHANGELIST_FILTERS: query.urlencode()})
+            page = reverse(f"{name}_change", args=(found,))
+            return HttpResponseRedirect(f"{page}?{filters}")
+        self.message_user(request, gettext("There is no further key in this list."))
+        return HttpResponseRedirect(keys_url)
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
         """Return the list, whose keys have their declared recovery points and senders. All senders
@@ -187,3 +214,19 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             template,
             self.admin_site.each_context(request) | {"media": self.media} | context,
         )
+
+
+@admin.register(Dashboard)
+class DashboardAdmin(ReadOnlyAdmin):
+    """The line of the dashboard on the first page of the admin and in its sidebar."""
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return whether the person may view keys or jobs."""
+        models = IdempotencyKey, StagedJob
+        return any(may_view(self.admin_site, request, model) for model in models)
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        return self.has_view_permission(request)
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        return HttpResponseRedirect(reverse(f"{self.admin_site.name}:idempotency_dashboard"))

@@ -121,6 +121,20 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name='Dashboard',
+            fields=[
+            ],
+            options={
+                'verbose_name': 'dashboard',
+                'verbose_name_plural': 'dashboard',
+                'proxy': True,
+                'default_permissions': (),
+                'indexes': [],
+                'constraints': [],
+            },
+            bases=('idempotency.processheartbeat',),
+        ),
+        migrations.CreateModel(
             name='StagedJob',
             fields=[
                 ('id', models.UUIDField(default=idempotency.models.time_ordered_uuid, editable=False, primary_key=True, serialize=False, verbose_name='id')),
