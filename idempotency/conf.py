@@ -113,6 +113,9 @@ class Settings:
     #: Every 10 seconds it writes the counts in one transaction, after the end of a request or of an
     #: operation.
     COUNT_REQUESTS: bool = True
+    #: True also writes each look at a body, and each export, to the log of the admin. The logger
+    #: ``idempotency.audit`` has them in any case.
+    LOG_VIEWS_IN_ADMIN: bool = False
     #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a
     #: middleware would set, or returns a context manager that stays open for the run. It is called
     #: before the view in the completer, and before ``on_abandon`` in the reaper. In a project with

@@ -224,6 +224,7 @@ class IdempotencyKey(models.Model):
             ("release_idempotencykey", gettext_noop("Can release the lock of an idempotency key")),
             ("answer_idempotencykey", gettext_noop("Can answer an idempotency key")),
             ("acknowledge_idempotencykey", gettext_noop("Can acknowledge a stuck idempotency key")),
+            ("view_bodies", gettext_noop("Can view bodies, and export idempotency keys")),
         ]
         constraints = CONSTRAINTS
         indexes = [

@@ -13,10 +13,11 @@ from django.db import Error, router
 from django.db.models import ForeignKey
 from django.http import HttpRequest
 from django.utils.html import strip_tags
-from django.utils.translation import gettext, gettext_noop, ngettext
+from django.utils.translation import gettext, ngettext
 
 from idempotency._engine.aliases import fields_elsewhere
 from idempotency._text import duration, error_text
+from idempotency.admin.bodies import NOT_VISIBLE, may_view_bodies
 from idempotency.admin.operations import call_result
 from idempotency.admin.reading import admin_url, first_line_of, viewable
 from idempotency.inbox import STAGED_JOBS
@@ -27,8 +28,6 @@ logger = logging.getLogger("idempotency")
 
 #: The maximum number of rows of one kind, and of columns of a row, that are shown.
 MAX_LINKED, MAX_COLUMNS = 10, 5
-#: Replaces a text for which the person lacks a permission.
-NOT_VISIBLE = gettext_noop("(not visible to you)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +199,7 @@ def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now
 
 def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
     every, visible = _rows_of(DownstreamCall, site, request)
+    visible = visible and may_view_bodies(request)
     calls = list(every.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
     rows = []
     for call in calls[:MAX_LINKED]:

@@ -25,6 +25,7 @@ from django.utils.translation import gettext
 
 from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency.admin.actions import note_field, noted, username
+from idempotency.admin.bodies import log_looks, may_view_bodies
 from idempotency.admin.bulk import BulkAction, Group, Work, in_order, work_on
 from idempotency.admin.filters import AS_OF
 from idempotency.admin.reading import MAX_COUNT, ReadOnlyAdmin
@@ -145,6 +146,9 @@ class BulkAdmin(ReadOnlyAdmin):
         question = _question(action, rows, ids)
         initial = {"work": question["work"].signed(action), "note": request.POST.get("note")}
         context |= question | {"form": BulkForm(action, initial=initial), "errors": form.errors}
+        context["with_bodies"] = bool(action.sample_template) and may_view_bodies(request)
+        if context["with_bodies"]:
+            log_looks(request, question["sample"])
         return self._page(request, "question", context)
 
     # The change of each row commits separately, so that a later error does not undo it.

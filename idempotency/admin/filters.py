@@ -16,6 +16,7 @@ from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
+from idempotency.admin.bodies import VIEWED
 from idempotency.admin.error_groups import GROUPED_CHARACTERS, group_of, request_group
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import FINISHED, IdempotencyKey
@@ -284,7 +285,7 @@ class MineFilter(admin.SimpleListFilter):
         entries: Any = LogEntry.objects.filter(
             user_id=cast(int, request.user.pk),
             content_type=get_content_type_for_model(IdempotencyKey),
-        )
+        ).exclude(change_message__startswith=VIEWED)
         ids = entries.order_by("-pk").values_list("object_id", flat=True)[:MAX_GROUPED]
         return queryset.filter(pk__in={int(pk) for pk in ids})
 

@@ -7,11 +7,13 @@ from django.contrib import admin
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._operations.definition import scope_of
 from idempotency._text import duration
+from idempotency.admin.bodies import body, log_looks, may_view_bodies
 from idempotency.admin.bulk_jobs import Discard, Retry
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter, row_id
@@ -147,12 +149,23 @@ class StagedJobAdmin(BulkAdmin):
         such key."""
         return "" if job.idempotency_key_id is None else self.key_link(job.idempotency_key_id)
 
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        """Return the job for its page."""
+        job: Any = super().get_object(request, object_id, from_field)
+        if job is not None:
+            job.with_bodies = may_view_bodies(request)
+        return job
+
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
         """Show the job. The page of a failed job has links to the confirmations of the list's
         actions."""
-        job: StagedJob = context["original"]
+        job: Any = context["original"]
+        if job.with_bodies:
+            log_looks(request, [job])
         if job.failed_at is not None:
             allowed = [action for action in self.bulk if self.holds(request, action.permission)]
             context["actions"] = [(action, self.question_url(action, job)) for action in allowed]
@@ -160,7 +173,8 @@ class StagedJobAdmin(BulkAdmin):
         return super().render_change_form(request, context, *args, **kwargs)
 
     @admin.display(description=_("arguments"))
-    def arguments(self, job: StagedJob) -> str:
+    @body
+    def arguments(self, job: StagedJob) -> SafeString:
         return preformatted(pretty(job.job_args))
 
     @admin.display(description=_("last error"))

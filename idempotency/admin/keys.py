@@ -22,6 +22,7 @@ from idempotency._operations.definition import METHOD
 from idempotency._states import KeyState, due_at
 from idempotency._text import cut
 from idempotency.admin import dashboard, filters, recovery_points
+from idempotency.admin.bodies import PERMISSION, log_export, may_view_bodies
 from idempotency.admin.bulk_keys import Acknowledge, HandBack, Unacknowledge
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
@@ -102,9 +103,8 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show the list, with the saved views and the link to the CSV file of the listed keys."""
-        csv_url = (
-            f"{reverse(f'{self.admin_site.name}:idempotency_keys_csv')}?{request.GET.urlencode()}"
-        )
+        csv_url = reverse(f"{self.admin_site.name}:idempotency_keys_csv")
+        csv_url = f"{csv_url}?{request.GET.urlencode()}" if may_view_bodies(request) else ""
         views = [(label, f"?{urlencode(query)}") for label, query in SAVED_VIEWS]
         views.append((_("One by one"), f"next/?{request.GET.urlencode() or 'state=stuck'}"))
         return super().changelist_view(
@@ -115,6 +115,9 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         """Return a CSV file with the keys that the filters and the search of the query select."""
         if not self.has_view_permission(request):
             return refused(self, request)
+        if not may_view_bodies(request):
+            return refused(self, request, PERMISSION)
+        log_export(request, self.model)
         try:
             return csv_of(admin.ModelAdmin.get_changelist_instance(self, request).queryset)
         except IncorrectLookupParameters:

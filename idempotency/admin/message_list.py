@@ -5,13 +5,14 @@ from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.db.models import Q, QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._records import HOOKS_FAILED
 from idempotency._text import summary
+from idempotency.admin.bodies import log_looks, may_view_bodies
 from idempotency.admin.filters import (
     MAX_GROUPED,
     NEWEST,
@@ -65,6 +66,31 @@ class DownstreamCallAdmin(ReadOnlyAdmin):
     search_help_text = of_the_newest(
         _("The id of the row of a key, or the name of a call among the {count} newest.")
     )
+
+    def get_list_display(self, request: HttpRequest) -> Any:
+        """Return the columns; without the permission to view bodies, not the result."""
+        shown = may_view_bodies(request)
+        return [name for name in self.list_display if name != "result" or shown]
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Return the fields of the page; without the permission to view bodies, not the result."""
+        shown = may_view_bodies(request)
+        return [name for name in super().get_fields(request, obj) if name != "result" or shown]
+
+    def get_changelist_instance(self, request: HttpRequest) -> Any:
+        """Return the list. A list with results is a look at the results that are shown."""
+        changelist = super().get_changelist_instance(request)
+        if may_view_bodies(request):
+            log_looks(request, [call for call in changelist.result_list if call.recorded_at])
+        return changelist
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Show the call."""
+        if may_view_bodies(request):
+            log_looks(request, [context["original"]])
+        return super().render_change_form(request, context, *args, **kwargs)
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str

@@ -20,6 +20,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._operations.definition import METHOD, find, registered
 from idempotency.admin.belongings import linked_models
+from idempotency.admin.bodies import may_view_bodies
 from idempotency.admin.filters import NEWEST, newest, of_the_newest, row_id
 from idempotency.admin.reading import viewable
 from idempotency.models import IdempotencyKey, StagedJob
@@ -28,10 +29,11 @@ from idempotency.scopes import PROJECT_PREFIX
 MIN_PREFIX = 4
 HELP = of_the_newest(
     _(
-        "Search by: the idempotency key; its first {least} or more characters (unfinished keys and"
-        " the {count} newest); the id of the row; the name of an operation; a scope such as user:7;"
-        " a user name; the e-mail address of a user, if you may view users; the id of a staged job,"
-        " if you may view jobs; the search fields of linked models (their {count} newest rows)."
+        "Search by: the idempotency key; its first {least} or more characters, if you may view"
+        " bodies (unfinished keys and the {count} newest); the id of the row; the name of an"
+        " operation; a scope such as user:7; a user name; the e-mail address of a user, if"
+        " you may view users; the id of a staged job, if you may view jobs; the search fields of"
+        " linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
 )
@@ -49,7 +51,7 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
     found: set[int | None] = {
         *every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]
     }
-    if not found and len(term) >= MIN_PREFIX:
+    if not found and len(term) >= MIN_PREFIX and may_view_bodies(request):
         found.update(_by_prefix(every, term))
     found.add(row_id(term))
     if (jobs := viewable(site, request, StagedJob)) is not None:

@@ -70,7 +70,7 @@ class Migration(migrations.Migration):
             options={
                 'verbose_name': 'idempotency key',
                 'verbose_name_plural': 'idempotency keys',
-                'permissions': [('complete_idempotencykey', 'Can have an idempotency key completed'), ('release_idempotencykey', 'Can release the lock of an idempotency key'), ('answer_idempotencykey', 'Can answer an idempotency key'), ('acknowledge_idempotencykey', 'Can acknowledge a stuck idempotency key')],
+                'permissions': [('complete_idempotencykey', 'Can have an idempotency key completed'), ('release_idempotencykey', 'Can release the lock of an idempotency key'), ('answer_idempotencykey', 'Can answer an idempotency key'), ('acknowledge_idempotencykey', 'Can acknowledge a stuck idempotency key'), ('view_bodies', 'Can view bodies, and export idempotency keys')],
             },
         ),
         migrations.CreateModel(

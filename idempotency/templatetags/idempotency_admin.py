@@ -1,6 +1,8 @@
 """Template filters for times and durations in the admin."""
 
+import json
 from datetime import datetime
+from typing import Any
 
 from django import template
 from django.utils import timezone
@@ -14,6 +16,12 @@ register = template.Library()
 
 
 register.filter("humanize_seconds", duration)
+
+
+@register.filter
+def as_json(value: Any) -> str:
+    """Return a value as JSON in one line."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 @register.filter

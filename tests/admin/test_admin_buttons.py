@@ -46,7 +46,7 @@ BUTTONS = ("complete", "answer", "acknowledge", "release")
 def person(*permissions: str, superuser: bool = False) -> Client:
     """Return a client signed in as staff with these permissions; everybody may view."""
     user = UserFactory(is_staff=True, is_superuser=superuser)
-    wanted = ("view_idempotencykey", "view_stagedjob", *permissions)
+    wanted = ("view_idempotencykey", "view_stagedjob", "view_bodies", *permissions)
     user.user_permissions.add(
         *Permission.objects.filter(content_type__app_label="idempotency", codename__in=wanted)
     )

@@ -371,12 +371,13 @@ def test_a_person_who_may_not_see_jobs_and_calls_sees_neither_errors_nor_results
     StagedJobFactory(
         idempotency_key=key, job_name="receipt", failed_at=timezone.now(), last_error="card 4242"
     )
-    text = page(person("view_idempotencykey"), key).text
+    text = page(person("view_idempotencykey", "view_bodies"), key).text
     assert "downstream call: sms" in text
     assert "staged job: receipt" in text
     assert "+4915112345" not in text
     assert "4242" not in text
-    text = page(person("view_idempotencykey", "view_stagedjob", "view_downstreamcall"), key).text
+    rights = ("view_idempotencykey", "view_bodies", "view_stagedjob", "view_downstreamcall")
+    text = page(person(*rights), key).text
     assert "+4915112345" in text
     assert "4242" in text
 

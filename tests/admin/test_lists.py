@@ -268,8 +268,8 @@ def test_the_file_says_that_there_is_more(staff: Client, monkeypatch: pytest.Mon
 
 
 def test_the_file_needs_the_permission_to_view(db: None) -> None:
-    assert person("view_stagedjob").get(f"{KEYS}csv/").status_code == 403
-    assert person("view_idempotencykey").get(f"{KEYS}csv/").status_code == 200
+    assert person("view_stagedjob", "view_bodies").get(f"{KEYS}csv/").status_code == 403
+    assert person("view_idempotencykey", "view_bodies").get(f"{KEYS}csv/").status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ document.addEventListener("DOMContentLoaded", () => {
   const refresh = async () => {
     if (paused || inUse()) return;
     try {
-      const response = await fetch(location.href, {signal: AbortSignal.timeout(30000)});
+      // The server logs the look at the page once, not each refresh.
+      const headers = {"Idempotency-Look": bar.dataset.look};
+      const response = await fetch(location.href, {headers, signal: AbortSignal.timeout(30000)});
       const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
       if (paused || inUse()) return;
       if (!fresh.getElementById("idem-live")) return say(bar.dataset.signedOut);
