@@ -64,6 +64,10 @@ WITH_MORE = [
     "use-a-pooler.md",
 ]
 
+#: The guides that each CI run follows in an environment of the reader's own; ``make docs FULL=1``
+#: follows all.
+FRESH = ["add-phases.md", "protect-a-view.md", "receive-webhooks.md"]
+
 
 def test_each_guide_is_followed() -> None:
     names = [getattr(guide, "values", [guide])[0] for guide in AS_PRINTED]
@@ -73,6 +77,12 @@ def test_each_guide_is_followed() -> None:
 @pytest.mark.parametrize("guide", AS_PRINTED)
 def test_a_guide_can_be_followed_from_an_empty_folder(guide: str, tmp_path: Path) -> None:
     Project(tmp_path).follow((GUIDES / guide).read_text())
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("guide", AS_PRINTED if os.environ.get("GUIDES") == "all" else FRESH)
+def test_a_guide_installs_all_that_it_needs(guide: str, checkout: Path, tmp_path: Path) -> None:
+    Project(tmp_path, checkout=checkout).follow((GUIDES / guide).read_text())
 
 
 def test_the_guide_to_clients_can_be_followed(tmp_path: Path) -> None:

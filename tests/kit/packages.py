@@ -21,17 +21,28 @@ def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
     return pytestconfig.stash[BUILT]
 
 
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the checkout, from which pip can install the app."""
+    return copied(tmp_path_factory.mktemp("home") / "django-idempotency")
+
+
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build both in a copy of the files that git does not ignore."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    """Build both in a copy of the checkout."""
+    copy, out = copied(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("dist")
+    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", out, copy, cwd=out)
+    return out
+
+
+def copied(copy: Path) -> Path:
+    """Copy the files that git does not ignore, and return the folder of the copy."""
     for name in run(
         "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
     ).splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
-    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", out, copy, cwd=out)
-    return out
+    return copy
 
 
 def one(folder: Path, pattern: str) -> Path:

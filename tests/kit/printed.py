@@ -29,13 +29,16 @@ INCLUDE = re.compile(r"^:::{include} (\S+)\n((?::.*\n)*):::$", re.M)
 LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./-]+)`:$")
 #: The mark of a block that is not part of the project.
 SHOWN = re.compile(r"\(shown only\):$")
-#: Commands that are not executed, because the environment of the tests has all packages.
+#: Commands that are executed only in an environment of the reader's own. The environment of the
+#: tests has all packages.
 INSTALLS = ("python3 -m venv", "pip install")
 #: The command that ends the background processes of a page.
 STOP = "kill $(jobs -p)"
 #: While a background process runs, a command is repeated for this time until its output is as
 #: expected.
 PATIENCE_SECONDS = 60
+#: The longest command installs packages.
+COMMAND_SECONDS = 300
 SECONDS = re.compile(r"\b\d+\.\d+s\b")
 
 
@@ -163,21 +166,32 @@ def changed_lines(page: str) -> int:
 class Project:
     """A folder, empty at first, in which a reader can use Django and the app of the checkout.
 
+    With ``checkout``, a copy of the checkout, the reader has only Python, and executes the commands
+    of the page that install packages.
     ``here`` maps texts of the pages to their replacements on this machine, such as an address.
     ``environment`` has environment variables of the reader.
     """
 
     def __init__(
-        self, folder: Path, here: dict[str, str] | None = None, **environment: str
+        self,
+        folder: Path,
+        here: dict[str, str] | None = None,
+        *,
+        checkout: Path | None = None,
+        **environment: str,
     ) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder, self.here = folder, here or {}
+        self.folder, self.here, self.checkout = folder, here or {}, checkout
         found = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-        binaries = f"{Path(sys.executable).parent}:{found['PATH']}"
+        tests, paths = str(Path(sys.executable).parent), found["PATH"].split(":")
+        if checkout is None:
+            paths.insert(0, tests)
+            found["PYTHONPATH"] = str(ROOT)
+        else:
+            paths = [f"{folder}/.venv/bin", *(path for path in paths if path != tests)]
         self.environment = {
             **found,
-            "PATH": binaries,
-            "PYTHONPATH": str(ROOT),
+            "PATH": ":".join(paths),
             "PYTHONUNBUFFERED": "1",
             **environment,
         }
@@ -187,9 +201,11 @@ class Project:
         """Execute the steps of a page, or of a part of it. Raise AssertionError if a command fails
         or has another output.
 
-        Commands that contain a text of ``leave_out``, or install packages, are not executed.
+        Commands that contain a text of ``leave_out`` are not executed, nor commands that install
+        packages without ``checkout``.
         """
         page = included(page)
+        left_out = leave_out if self.checkout is not None else (*INSTALLS, *leave_out)
         for written, here in self.here.items():
             assert written in page, f"the page no longer says {written}"
             page = page.replace(written, here)
@@ -200,9 +216,7 @@ class Project:
                         self.write(step)
                     case Change(path, places):
                         self.change(path, places)
-                    case Command(line, output) if not any(
-                        part in line for part in (*INSTALLS, *leave_out)
-                    ):
+                    case Command(line, output) if not any(part in line for part in left_out):
                         self.enter(line, output)
         finally:
             self.stop()
@@ -225,6 +239,8 @@ class Project:
             self.running.append(self._start(line.removesuffix(" &")))
         elif line == STOP:
             self.stop()
+        elif line.startswith("pip "):
+            self.run(line)  # pip prints warnings about the package index of this machine.
         else:
             expected, end = (
                 [SECONDS.sub("…", said) for said in output],
@@ -254,6 +270,8 @@ class Project:
                     process.communicate(timeout=30)
 
     def _start(self, line: str) -> "subprocess.Popen[str]":
+        for home in ("~", "$HOME") if self.checkout is not None else ():
+            line = line.replace(f"{home}/django-idempotency", str(self.checkout))
         return subprocess.Popen(
             ["bash", "-c", line],
             cwd=self.folder,
@@ -268,7 +286,7 @@ class Project:
         """Return the exit status of a command, and its output, including errors."""
         process = self._start(line)
         try:
-            printed, _ = process.communicate(timeout=120)
+            printed, _ = process.communicate(timeout=COMMAND_SECONDS)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
