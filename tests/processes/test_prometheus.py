@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from asgiref.sync import sync_to_async
-from django.core.management import call_command
+from django.core.management import call_command, load_command_class
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
@@ -38,6 +38,18 @@ RULES = yaml.safe_load(re.search(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S).grou
 ]
 
 Serve = Callable[..., None]
+INCIDENTS = (Path(__file__).parents[2] / "docs" / "incidents.md").read_text()
+
+
+def test_each_alert_has_a_row_with_a_command_that_exists() -> None:
+    rows = dict(re.findall(r"^\| `(Idem\w+)` \| (.*?) \|", INCIDENTS, re.M))
+    assert sorted(rows) == sorted(rule["alert"] for rule in RULES)
+    assert {rule["annotations"]["runbook_url"].rpartition("/")[2] for rule in RULES} == {
+        "incidents.html"
+    }
+    for first in rows.values():
+        for name, *options in map(str.split, re.findall(r"^`(.*)`$", first)):
+            load_command_class("idempotency", name).create_parser("", name).parse_args(options)
 
 
 def counted() -> dict[tuple[str, str], float]:
