@@ -24,6 +24,9 @@ from rides_demo.simulator.plan import FAULTS, SOAK_FAULTS, WRONG_CLOCK
 #: web server, about ten of PostgreSQL and dozens of Redis.
 CUT_PROBABILITY = {"http": 0.01, "postgres": 0.0005, "redis": 0.001}
 
+#: The time for the work that is left after the faults, in seconds.
+DRAIN_SECONDS = "180"
+
 #: The database of the second tenant.
 SHARD_B = "rides_b"
 
@@ -67,6 +70,10 @@ class Command(demo.Command):
             options["seed"] = random.SystemRandom().randrange(10**6)
         self.stdout.write(
             f"to run this again: MINUTES={options['minutes']:g} SEED={options['seed']} make soak"
+        )
+        self.stdout.write(
+            f"faults for {options['minutes']:g} minutes, then at most {DRAIN_SECONDS} s until no"
+            " work is left, then the comparison"
         )
         super().handle(*args, **options)
 
@@ -139,7 +146,7 @@ class Command(demo.Command):
         log = supervisor.folder / "clients.jsonl"
         return [
             "--base-url", self.url, "--faults", faults, "--minutes", str(options["minutes"]),
-            "--log", str(log), "--drain-seconds", "180",
+            "--log", str(log), "--drain-seconds", DRAIN_SECONDS,
         ]  # fmt: skip
 
     def direct(self, supervisor: Supervisor) -> dict[str, str]:
