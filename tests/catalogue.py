@@ -24,6 +24,7 @@ NOT_TRANSLATED = ("templates/idempotency/problem.html",)
 OF_DJANGO = frozenset(
     {
         " By %(filter_title)s ",
+        "All",
         "%(counter)s result",
         "Empty",
         "Filter",

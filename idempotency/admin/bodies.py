@@ -18,6 +18,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext, gettext_noop
 
 from idempotency import conf
+from idempotency._text import escaped
 from idempotency.admin.reading import preformatted
 
 logger = logging.getLogger("idempotency.audit")
@@ -64,7 +65,7 @@ def look(request: HttpRequest, key: Any) -> str:
 
 def log_looks(request: HttpRequest, rows: Iterable[Any], what: str = "bodies") -> None:
     """Log that the person views ``what`` of these rows, or exports it."""
-    shown, name = list(rows), request.user.get_username()
+    shown, name = list(rows), escaped(request.user.get_username())
     if not shown:
         return
     pks = ", ".join(str(row.pk) for row in shown)
@@ -78,7 +79,7 @@ def log_export(request: HttpRequest, model: Any) -> None:
     not logged, because it may be the value of a key."""
     filters = request.GET.copy()
     filters.pop("q", None)
-    name, chosen = request.user.get_username(), filters.urlencode()
+    name, chosen = escaped(request.user.get_username()), filters.urlencode()
     logger.info("%s exported rows of %s: ?%s", name, model._meta.label, chosen)
     if conf.get().LOG_VIEWS_IN_ADMIN:
         LogEntry.objects.create(

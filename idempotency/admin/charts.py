@@ -77,6 +77,40 @@ def chart(
     )
 
 
+def links(
+    lines: Sequence[Line], begins: Sequence[datetime], urls: Sequence[str], time_format: str
+) -> SafeString:
+    """Return the layer of links above a chart: one link for each of ``begins``, with the values of
+    all lines. It is for the mouse: the page has the same links in a table."""
+    width = round(_INNER_WIDTH / max(len(begins) - 1, 1), 1)
+    drawn = [
+        (
+            url,
+            round(_x(place, len(begins)) - width / 2, 1),
+            width,
+            _told(lines, place, begin, time_format),
+        )
+        for place, (begin, url) in enumerate(zip(begins, urls, strict=True))
+    ]
+    return format_html(
+        '<svg class="idem-links" viewBox="0 0 {} {}" aria-hidden="true" focusable="false">{}</svg>',
+        WIDTH,
+        HEIGHT,
+        format_html_join(
+            "",
+            '<a href="{}" tabindex="-1"><rect x="{}" width="{}" y="0" height="100%"/>'
+            "<title>{}</title></a>",
+            drawn,
+        ),
+    )
+
+
+def _told(lines: Sequence[Line], place: int, begin: datetime, time_format: str) -> str:
+    values = [(line.name, line.values[place]) for line in lines]
+    told = ", ".join(f"{name} {number(value)}" for name, value in values if value is not None)
+    return f"{date_format(begin, time_format)}: {told or gettext('none')}"
+
+
 def number(value: float) -> str:
     """Return a number in few characters: ``0``, ``0.25``, ``12``, ``3.4k``."""
     if value >= 1_000_000:

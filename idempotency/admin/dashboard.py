@@ -8,6 +8,7 @@ depend on the size of a table.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 from urllib.parse import urlencode
@@ -24,6 +25,7 @@ from idempotency.admin import charts, error_groups, traffic
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
+from idempotency.admin.form_filters import range_query
 from idempotency.models import STARTED, StagedJob
 from idempotency.monitoring import findings, heartbeats, measures
 
@@ -34,6 +36,9 @@ MAX_READ = 5000
 MAX_PROCESSES = 100
 #: The maximum number of groups of each kind that are shown, the largest first.
 MAX_GROUPS = 20
+
+
+_NUMBERS = attrgetter("requests", "replays", "conflicts", "errors", "p50", "p95")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +101,23 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
         behind |= dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{jobs_url}?state=waiting")
         behind |= {"jobs_failed": f"{jobs_url}?state=failed"}
     shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in found]
-    return shown | _charts(every.db, request.GET.get("span", ""))
+    return shown | _charts(every.db, request.GET.get("span", ""), url)
 
 
-def _charts(alias: str, chosen: str) -> dict[str, Any]:
-    """Return the charts of the chosen span, in one query."""
+def _charts(alias: str, chosen: str, keys_url: str) -> dict[str, Any]:
+    """Return the charts of the chosen span, in one query. Each interval is a link to the list of
+    the keys that were created in it."""
     span = next((span for span in SPANS if span.name == chosen), SPANS[0])
     found = traffic.read_intervals(alias, intervals=span.intervals, minutes=span.minutes)
     begins = [timezone.localtime(interval.begin) for interval in found]
+    length = timedelta(minutes=span.minutes)
+    urls = [_link(keys_url, **range_query(begin, begin + length)) for begin in begins]
 
     def chart(title: str, unit: str, **labels: str) -> dict[str, Any]:
         lines = [Line(text, [getattr(each, n) for each in found]) for n, text in labels.items()]
         drawn = charts.chart(title, lines, begins, unit=unit, time_format=span.time_format)
-        return {"title": title, "unit": unit, "lines": lines, "svg": drawn}
+        links = charts.links(lines, begins, urls, span.time_format)
+        return {"title": title, "unit": unit, "lines": lines, "svg": drawn, "links": links}
 
     minutely = gettext("a minute")
     replays, conflicts = gettext("replays"), gettext("conflicts")
@@ -118,7 +127,9 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
         chart(gettext("Errors"), minutely, errors=gettext("errors")),
         chart(gettext("Run time"), "s", p50="p50", p95="p95"),
     ]
-    return {"spans": SPANS, "span": span, "charts": drawn}
+    values = [["" if v is None else charts.number(v) for v in _NUMBERS(each)] for each in found]
+    rows = [*zip(begins, urls, values, strict=True)][::-1]
+    return {"spans": SPANS, "span": span, "charts": drawn, "intervals": rows}
 
 
 def _of_keys(

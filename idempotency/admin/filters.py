@@ -159,46 +159,6 @@ class RecoveryPointFilter(ChosenFilter):
         return super().queryset(request, queryset if among_all else queryset.unfinished())
 
 
-class PathFilter(ChosenFilter):
-    """The beginning of a request's path, among the newest keys. With a filter by an unfinished
-    state, which has an index, all keys in that state are searched."""
-
-    title = _("path")
-    parameter_name = "path"
-    template = "admin/idempotency/text_filter.html"
-
-    def has_output(self) -> bool:
-        return True
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        chosen = super().queryset(request, queryset)
-        return chosen if not self.value() or selects_unfinished(request) else newest(chosen, NEWEST)
-
-    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return rows.filter(request_path__startswith=value)
-
-    def choices(self, changelist: Any) -> Any:
-        """Yield the data for the form of the filter: its value, the other parameters of the list,
-        and the help text."""
-        others = [
-            (name, value)
-            for name, value in changelist.params.items()
-            if name != self.parameter_name
-        ]
-        text = of_the_newest(
-            _(
-                "Searches the {count} newest keys, or all unfinished keys if you filter by an"
-                " unfinished state."
-            )
-        )
-        yield {
-            "name": self.parameter_name,
-            "value": self.value() or "",
-            "others": others,
-            "help": text,
-        }
-
-
 class StatusFilter(ChosenFilter):
     """The status of the stored response, of the newest keys."""
 

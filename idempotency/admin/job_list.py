@@ -16,8 +16,10 @@ from idempotency._text import duration
 from idempotency.admin.bodies import body, log_looks, may_view_bodies
 from idempotency.admin.bulk_jobs import Discard, Retry
 from idempotency.admin.bulk_pages import BulkAdmin
-from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter, row_id
-from idempotency.admin.reading import preformatted, pretty
+from idempotency.admin.error_groups import group_of
+from idempotency.admin.filters import AgeFilter, JobErrorGroupFilter, row_id
+from idempotency.admin.form_filters import TextFilter
+from idempotency.admin.reading import filter_link, preformatted, pretty
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.templatetags.idempotency_admin import ago
 
@@ -49,12 +51,12 @@ class DueFilter(AgeFilter):
     column = "run_at"
 
 
-class JobNameFilter(ChosenFilter):
+class JobNameFilter(TextFilter):
     title = _("job name")
     parameter_name = "job_name"
 
 
-class QueueFilter(ChosenFilter):
+class QueueFilter(TextFilter):
     title = _("queue")
     parameter_name = "queue"
 
@@ -69,8 +71,8 @@ class StagedJobAdmin(BulkAdmin):
         "state",
         "hand_overs",
         "refusals",
-        "last_error_line",
-        "queue",
+        "error_line",
+        "queue_link",
         "key",
     )
     list_filter = (JobStateFilter, DueFilter, JobNameFilter, QueueFilter, JobErrorGroupFilter)
@@ -176,6 +178,20 @@ class StagedJobAdmin(BulkAdmin):
     @body
     def arguments(self, job: StagedJob) -> SafeString:
         return preformatted(pretty(job.job_args))
+
+    @admin.display(description=_("last error"))
+    def error_line(self, job: StagedJob) -> str:
+        """Return the first line of the last error; for a failed job, as a link to the jobs that
+        failed with the same error."""
+        line = self.last_error_line(job)
+        if job.failed_at is None or not line:
+            return line
+        chosen = {"state": "failed", "error_group": group_of(job.last_error)}
+        return filter_link(line, **chosen)
+
+    @admin.display(description=_("queue"))
+    def queue_link(self, job: StagedJob) -> str:
+        return filter_link(job.queue, queue=job.queue)
 
     @admin.display(description=_("last error"))
     def error(self, job: StagedJob) -> str:

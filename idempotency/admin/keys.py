@@ -28,6 +28,7 @@ from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
 from idempotency.admin.export import csv_of
 from idempotency.admin.filters import row_id
+from idempotency.admin.form_filters import CreatedFilter, PathFilter
 from idempotency.admin.key_views import KeyPageAdmin
 from idempotency.admin.next_key import AFTER, CHANGELIST_FILTERS, key_behind
 from idempotency.admin.operations import OperationFilter, status_word
@@ -57,8 +58,8 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     )  # fmt: skip
     # The last two read the keys that the other filters select.
     list_filter = (
-        filters.StateFilter, filters.AgeFilter, filters.StuckCodeFilter,
-        filters.RecoveryPointFilter, filters.PathFilter, OperationFilter, filters.StatusFilter,
+        filters.StateFilter, filters.AgeFilter, CreatedFilter, filters.StuckCodeFilter,
+        filters.RecoveryPointFilter, PathFilter, OperationFilter, filters.StatusFilter,
         filters.MineFilter, filters.RequestGroupFilter, filters.ErrorGroupFilter,
     )  # fmt: skip
     sortable_by = ("age",)

@@ -1,7 +1,8 @@
 """The lists of at-most-once calls and of inbox messages."""
 
+from contextlib import suppress
 from typing import Any
-from urllib.parse import urlencode
+from uuid import UUID
 
 from django.contrib import admin
 from django.db.models import Q, QuerySet
@@ -22,8 +23,9 @@ from idempotency.admin.filters import (
     of_the_newest,
     row_id,
 )
-from idempotency.admin.reading import ReadOnlyAdmin
-from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage
+from idempotency.admin.reading import ReadOnlyAdmin, admin_url, filter_link, viewable
+from idempotency.inbox import STAGED_JOBS
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 
 
 class CallNameFilter(ChosenFilter):
@@ -105,7 +107,7 @@ class DownstreamCallAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("name"))
     def name_shown(self, call: DownstreamCall) -> SafeString:
-        return filter_link("name", call.name)
+        return filter_link(call.name, name=call.name)
 
     @admin.display(description=_("key"))
     def key_shown(self, call: DownstreamCall) -> str:
@@ -146,7 +148,10 @@ class HookFilter(admin.SimpleListFilter):
 class ProcessedMessageAdmin(ReadOnlyAdmin):
     """Messages, webhooks and jobs that took effect."""
 
-    list_display = ("id", "source_shown", "message_id", "processed_at", "hook_error_line")
+    list_display = (
+        "id", "source_shown", "message_id", "job", "key", "processed_at", "hook_error_line",
+    )  # fmt: skip
+    fields = ("source", "message_id", "job", "key", "processed_at", "hook_error")
     list_filter = (ProcessedFilter, SourceFilter, HookFilter)
     ordering = ("-processed_at",)
     search_fields = ("message_id",)
@@ -163,15 +168,50 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
         found = Q(pk__in=list(messages.values_list("pk", flat=True)[:MAX_GROUPED]))
         return queryset.filter(found | Q(pk=row_id(search_term))), False
 
+    def get_changelist_instance(self, request: HttpRequest) -> Any:
+        """Return the list, with the jobs of its messages, which take one query."""
+        changelist = super().get_changelist_instance(request)
+        changelist.result_list = list(changelist.result_list)
+        self._read_jobs(request, changelist.result_list)
+        return changelist
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        """Return the message with its job, for its page."""
+        message = super().get_object(request, object_id, from_field)
+        self._read_jobs(request, [message] if message else [])
+        return message
+
+    def _read_jobs(self, request: HttpRequest, messages: list[Any]) -> None:
+        """Set on each message its job, if there still is one and the person may view it."""
+        visible, ids = viewable(self.admin_site, request, StagedJob), {}
+        for message in messages if visible is not None else ():
+            with suppress(ValueError):  # The id of a Celery task may be any text.
+                if message.source == STAGED_JOBS:
+                    ids[message.pk] = UUID(message.message_id)
+        found = visible.using(messages[0]._state.db).in_bulk(ids.values()) if ids else {}
+        for message in messages:
+            message.job = job = found.get(ids.get(message.pk))
+            message.job_url = job and admin_url(self.admin_site, request, StagedJob, job.pk)
+
+    @admin.display(description=_("staged job"))
+    def job(self, message: Any) -> str:
+        """Return the job of the message as a link; "" if the job is deleted."""
+        if not message.job_url:
+            return message.job.label if message.job else ""
+        return format_html('<a href="{}">{}</a>', message.job_url, message.job.label)
+
+    @admin.display(description=_("key"))
+    def key(self, message: Any) -> str:
+        """Return the key whose request staged the job of the message."""
+        key = message.job and message.job.idempotency_key_id
+        return self.key_link(key) if key else ""
+
     @admin.display(description=_("hook error"))
     def hook_error_line(self, message: ProcessedMessage) -> str:
         return summary(message.hook_error) if message.hook_error else ""
 
     @admin.display(description=_("source"))
     def source_shown(self, message: ProcessedMessage) -> SafeString:
-        return filter_link("source", message.source)
-
-
-def filter_link(name: str, value: str) -> SafeString:
-    """Return a value as a link to the rows that have it."""
-    return format_html('<a href="?{}">{}</a>', urlencode({name: value}), value)
+        return filter_link(message.source, source=message.source)

@@ -4,6 +4,7 @@ pages share."""
 import json
 from contextlib import suppress
 from typing import Any, ClassVar
+from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin import AdminSite
@@ -96,7 +97,9 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         """Return whether ``lookup`` is a filter of the list. Others could read the whole table, or
         fail in the database."""
-        return lookup in {getattr(chosen, "parameter_name", None) for chosen in self.list_filter}
+        one = {getattr(chosen, "parameter_name", None) for chosen in self.list_filter}
+        several = [getattr(chosen, "parameter_names", ()) for chosen in self.list_filter]
+        return lookup in one.union(*several)
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -132,6 +135,11 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     @admin.display(description=_("last error"))
     def last_error_line(self, row: Any) -> str:
         return first_line_of(row.last_error)
+
+
+def filter_link(text: str, **chosen: str) -> SafeString:
+    """Return ``text`` as a link to the rows of the same list that these filters select."""
+    return format_html('<a href="?{}">{}</a>', urlencode(chosen), text)
 
 
 def first_line_of(text: str) -> str:

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlencode
 from uuid import uuid4
@@ -13,6 +13,7 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
+from django.utils.html import escape
 
 from idempotency._engine.round_trips import numbered
 from idempotency.admin import bulk, dashboard
@@ -197,6 +198,22 @@ def test_the_charts_show_what_was_counted(span: dashboard.Span) -> None:
 
 
 @pytest.mark.django_db
+def test_an_interval_of_the_charts_is_a_link_to_the_keys_of_that_minute() -> None:
+    minute = int(time.time()) // 60 - 3
+    TrafficCount.objects.create(minute=minute, kind="ran 7", count=8)
+    begin = datetime.fromtimestamp(minute * 60, UTC)
+    times = (begin - timedelta(seconds=1), begin, begin + timedelta(seconds=60))
+    keys = [IdempotencyKeyFactory(finished=True, created_at=at) for at in times]
+    page = staff().get(DASHBOARD)
+    (url,) = [url for at, url, _ in page.context["intervals"] if at == begin]
+    listed = staff().get(url).context["cl"].result_list
+    assert [key.pk for key in listed] == [keys[1].pk]
+    assert page.text.count(escape(url)) == len(page.context["charts"]) + 1
+    (numbers,) = [numbers for at, _, numbers in page.context["intervals"] if at == begin]
+    assert numbers == ["8", "0", "0", "0", "0.0113", "0.0113"]
+
+
+@pytest.mark.django_db
 def test_an_empty_site_and_one_without_processes_are_shown() -> None:
     page = staff().get(DASHBOARD)
     assert (page.context["processes"], page.context["absent"]) == ([], [*LOOPS])
@@ -230,7 +247,7 @@ PAGES = [
     f"{KEYS}?state=finished", f"{KEYS}?state=stuck&stuck_code=view_gave_up",
     f"{KEYS}?state=unfinished&recovery_point=started&age=older", f"{KEYS}?stuck_code=view_gave_up",
     f"{KEYS}?recovery_point=charged", f"{KEYS}?q=user:1", f"{KEYS}?q=1-2-3-4", f"{KEYS}?status=5xx",
-    f"{KEYS}?path=/none", f"{KEYS}?path=/none&state=stuck", f"{KEYS}?error_group=none",
+    f"{KEYS}?created_from=2026-01-01T00:00", f"{KEYS}?path=/none", f"{KEYS}?path=/none&state=stuck", f"{KEYS}?error_group=none",
     f"{KEYS}?mine=1", f"{KEYS}?state=stuck&o=-6", f"{KEYS}csv/?state=stuck",
     JOBS, f"{JOBS}?state=failed", f"{JOBS}?error_group=none", f"{JOBS}?state=waiting&age=hour",
     f"{JOBS}?q=1", DASHBOARD,

@@ -3,7 +3,10 @@
 import csv
 import io
 import re
+from datetime import UTC, datetime, timedelta
+from html import unescape
 from typing import Any
+from urllib.parse import parse_qsl
 from uuid import uuid4
 
 import pytest
@@ -11,6 +14,7 @@ from django.test import Client
 from django.utils import timezone
 
 from idempotency.admin import export, filters
+from idempotency.admin.form_filters import DAYS, FROM, TO, CreatedFilter, range_query
 from idempotency.admin.keys import SAVED_VIEWS
 from idempotency.interventions import acknowledge
 from idempotency.models import IdempotencyKey
@@ -280,3 +284,60 @@ def test_no_query_of_a_file_or_an_action_is_an_error_of_the_server(
 ) -> None:
     for page in ("csv/", "bulk/hand_back/"):
         assert staff.get(f"{KEYS}{page}", query).status_code in (200, 302, 400)
+
+
+def test_keys_are_filtered_by_their_creation_time(staff: Client, settings: Any) -> None:
+    settings.TIME_ZONE = "Europe/Berlin"
+    early, late = (
+        IdempotencyKeyFactory(
+            finished=True, created_at=datetime(2026, 10, 25, hour, 30, tzinfo=UTC)
+        )
+        for hour in (0, 2)
+    )
+    assert listed(staff, {FROM: "2026-10-25T03:00"}) == pks(late), "in the zone of the person"
+    assert listed(staff, {FROM: "2026-10-25T02:00", TO: "2026-10-25T03:00"}) == pks(early)
+    assert listed(staff, {TO: "2026-10-25T02:00:00Z"}) == pks(early)
+    for text in ("yesterday", "2026-13-01T00:00", "0001-01-01T00:00", "\0"):
+        assert staff.get(KEYS, {FROM: text})["Location"].endswith("?e=1"), text
+
+
+def test_links_lead_from_a_day_to_its_hours_and_to_the_steps_of_an_hour(
+    staff: Client, settings: Any
+) -> None:
+    """The day of the test has a change of the clock, so it has 25 hours."""
+    settings.TIME_ZONE = "Europe/Berlin"
+    day = datetime(2026, 10, 24, 22, tzinfo=UTC)
+    key = IdempotencyKeyFactory(created_at=day + timedelta(hours=7, minutes=33))
+
+    def steps(query: dict[str, str]) -> list[dict[str, Any]]:
+        (filtered,) = [
+            spec
+            for spec in staff.get(KEYS, query | {"state": "unfinished"}).context["cl"].filter_specs
+            if isinstance(spec, CreatedFilter)
+        ]
+        form = next(iter(filtered.choices(staff.get(KEYS, query).context["cl"])))
+        return list(form["links"])[DAYS:]
+
+    assert steps({}) == []
+    hours = steps(range_query(day, day + timedelta(hours=25)))
+    assert (len(hours), len({link["url"] for link in hours})) == (25, 25)
+    minutes = steps(dict(parse_qsl(hours[7]["url"].removeprefix("?"))))
+    assert [link["label"] for link in minutes][:2] == ["06:00", "06:05"]
+    assert listed(staff, dict(parse_qsl(minutes[6]["url"].removeprefix("?")))) == pks(key)
+    assert listed(staff, dict(parse_qsl(minutes[5]["url"].removeprefix("?")))) == []
+    page = staff.get(KEYS, {"state": "unfinished"}).text
+    assert f'name="{FROM}"' in page
+    assert re.search(r'href="\?[^"]*created_from[^"]*state=unfinished', page)
+
+
+def test_jobs_are_filtered_by_name_and_queue_and_by_the_error_of_their_row(staff: Client) -> None:
+    failed = {"failed_at": timezone.now(), "last_error": "OSError: no route to 10.0.0.1"}
+    job = StagedJobFactory(job_name="app.jobs.one", queue="mail", **failed)
+    StagedJobFactory(job_name="app.jobs.two", queue="slow")
+    assert listed(staff, {"job_name": "app.jobs.one"}, JOBS) == pks(job)
+    assert listed(staff, {"queue": "mail"}, JOBS) == pks(job)
+    page = staff.get(JOBS).text
+    assert all(f'<input type="text" name="{name}"' in page for name in ("job_name", "queue"))
+    assert 'href="?queue=slow"' in page
+    (link,) = re.findall(r'href="(\?state=failed&amp;error_group=[^"]+)"', page)
+    assert pks(*staff.get(f"{JOBS}{unescape(link)}").context["cl"].result_list) == pks(job)

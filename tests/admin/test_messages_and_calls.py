@@ -11,9 +11,10 @@ from django.test import Client
 from django.utils import timezone
 
 from idempotency.admin import message_list
+from idempotency.inbox import STAGED_JOBS
 from idempotency.models import DownstreamCall, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
-from tests.kit.admin import listed, person, pks
+from tests.kit.admin import KEYS, listed, person, pks
 from tests.kit.ageing import ago
 
 MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/downstreamcall/"
@@ -50,6 +51,18 @@ def test_messages_are_searched_by_their_whole_id_and_filtered_by_source_and_age(
     assert listed(staff, {"source": "stripe"}, MESSAGES) == pks(other, old)
     assert listed(staff, {"age": "day"}, MESSAGES) == pks(old)
     assert 'href="?source=stripe"' in staff.get(MESSAGES).text
+
+
+def test_a_message_of_a_staged_job_links_to_the_job_and_its_key(staff: Client) -> None:
+    job = StagedJobFactory(idempotency_key=IdempotencyKeyFactory())
+    row = message(STAGED_JOBS, str(job.pk))
+    message(STAGED_JOBS, str(uuid4())), message(STAGED_JOBS, "a task of Celery")
+    message("stripe", str(job.pk))
+    links = f"{JOBS}{job.pk}/change/", f"{KEYS}{job.idempotency_key_id}/change/"
+    for page in (MESSAGES, f"{MESSAGES}{row.pk}/change/"):
+        assert [staff.get(page).text.count(f'href="{link}"') for link in links] == [1, 1]
+        few = person("view_processedmessage", "view_idempotencykey").get(page)
+        assert not [link for link in links if link in few.text]
 
 
 def test_calls_are_searched_by_their_key_and_their_name(staff: Client) -> None:
