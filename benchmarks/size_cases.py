@@ -26,7 +26,7 @@ from benchmarks import views
 from idempotency._engine import claims
 from idempotency._engine.adapter import ClaimedRequest
 from idempotency._hidden import Hidden
-from idempotency._http import stored_request
+from idempotency._http import bodies, stored_request
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
@@ -156,6 +156,7 @@ def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) 
 
 
 def _captured(request: HttpRequest, scope: str, key: str, view: Any) -> ClaimedRequest:
+    bodies.note_stream(request)
     return stored_request.capture(
         request, scope, Hidden(key), view.idempotency, view="", framework=False
     )

@@ -15,6 +15,7 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.contrib.sessions.backends.base import UpdateError
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
+from django.core.signals import setting_changed
 from django.db.models import Model
 from django.http import HttpRequest
 from django.utils.crypto import salted_hmac
@@ -202,13 +203,21 @@ def _named(scope: Scope, request: HttpRequest) -> str:
 def user_of(request: HttpRequest) -> Any:
     """Return the signed-in user, or None."""
     who = getattr(request, "user", None)
-    is_user = isinstance(who, _user_model(settings.AUTH_USER_MODEL)) and who.pk is not None
+    is_user = isinstance(who, _user_model()) and who.pk is not None
     return who if is_user and not getattr(request, _OTHER_SENDER, False) else None
 
 
 @cache
-def _user_model(name: str) -> type[Model]:
+def _user_model() -> type[Model]:
     return get_user_model()
+
+
+def _forget(*, setting: str, **kwargs: object) -> None:
+    if setting == "AUTH_USER_MODEL":
+        _user_model.cache_clear()
+
+
+setting_changed.connect(_forget)
 
 
 def is_no_user(request: HttpRequest) -> bool:

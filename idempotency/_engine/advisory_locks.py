@@ -7,6 +7,7 @@ The mark of the request shows whether the duplicate is the same request.
 # ruff: noqa: S608 - only expressions of this module are formatted into the statement
 
 import hashlib
+from functools import lru_cache
 
 from idempotency.models import IdempotencyKey
 
@@ -41,6 +42,13 @@ def version_of(fingerprint: str) -> str:
     return fingerprint.partition(":")[0]
 
 
+@lru_cache(maxsize=32)
+def _way_hash(way: str) -> bytes:
+    """Return the first byte of a mark: the way of the fingerprint, because two ways cannot be
+    compared."""
+    return hashlib.blake2b(way.encode(), digest_size=1).digest()
+
+
 def lock_parameters(scope: str, idempotency_key: str, fingerprint: str) -> dict[str, int]:
     """Return the numbers of the advisory locks: 64 bits for the key, and two of 32 bits that mark
     its request. The length prefix makes the pair of scope and key unambiguous. The first number of
@@ -48,10 +56,9 @@ def lock_parameters(scope: str, idempotency_key: str, fingerprint: str) -> dict[
     combines key and request: equal requests with two keys collide only if both numbers do."""
     name = f"{len(scope)}:{scope}{idempotency_key}".encode()
     key_hash = hashlib.blake2b(name, digest_size=12).digest()
-    # The first byte is the way of the fingerprint, because two ways cannot be compared.
-    way_hash = hashlib.blake2b(version_of(fingerprint).encode(), digest_size=1).digest()
     request_hash = (
-        way_hash + hashlib.blake2b(key_hash + fingerprint.encode(), digest_size=3).digest()
+        _way_hash(version_of(fingerprint))
+        + hashlib.blake2b(key_hash + fingerprint.encode(), digest_size=3).digest()
     )
     return {
         "lock": int.from_bytes(key_hash[:8], "big", signed=True),

@@ -221,7 +221,7 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
         return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
     if sent and connection_lost(error, using):
-        key.fence = uuid.UUID(str(parameters.value["claim_token"]))
+        key.fence = parameters.value["token"]
         release_later(key, "The result of the claim was lost with the connection.", using=using)
     raise error
 
@@ -240,7 +240,7 @@ def _key_of_claim(
         request_path=request.request_path,
         request_fingerprint=request.request_fingerprint,
         lease_seconds=request.lease_seconds,
-        claim_token=uuid.UUID(str(parameters.value["claim_token"])),
+        claim_token=parameters.value["token"],
         **_CLEARED,
         **known,
     )
@@ -294,5 +294,10 @@ def _parameters(request: ClaimedRequest, using: str) -> Parameters:
 
 
 def _of_claim(claimant: str, using: str) -> dict[str, Any]:
-    token = token_parameter(uuid.uuid4(), using)
-    return {"claim_token": token, "event": HistoryEvent.CLAIMED, "detail": claimant}
+    token = uuid.uuid4()
+    return {
+        "token": token,
+        "claim_token": token_parameter(token, using),
+        "event": HistoryEvent.CLAIMED,
+        "detail": claimant,
+    }

@@ -3,7 +3,7 @@ role stays."""
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
@@ -13,8 +13,8 @@ from idempotency._engine import database_product
 IDLE, LOCK = "idle_in_transaction_session_timeout", "lock_timeout"
 
 _UNITS = {"": 1, "ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
-#: The limits that the last transaction on a database has found, in milliseconds; 0 is no limit.
-_found: dict[tuple[str, str], int] = {}
+#: The limits that the last transaction on a database has found, as SHOW writes them; 0 is no limit.
+_found: dict[tuple[str, str], str] = {}
 
 
 class Limits:
@@ -27,21 +27,21 @@ class Limits:
 
     def __init__(self, connection: BaseDatabaseWrapper, most: Mapping[str, int]) -> None:
         self._connection, self._most = connection, most
-        self._expected = {
-            name: _lower(most[name], _found.get((connection.alias, name), 0)) for name in most
-        }
+        shown = tuple([_found.get((connection.alias, name), "0") for name in most])
+        self._expected = _lowered(tuple(most.values()), shown)
         self.show = [f"SHOW {name}" for name in most]
-        self.set = self._statements(self._expected)
+        self.set = self._statements(dict(zip(most, self._expected, strict=True)))
 
     def corrections(self, shown: Sequence[str]) -> list[str]:
         """Return the statements that correct the limits, mostly none. ``shown`` has the results of
         SHOW."""
-        found = dict(zip(self._most, map(_milliseconds, shown), strict=True))
-        _found.update({(self._connection.alias, name): limit for name, limit in found.items()})
-        right = {name: _lower(self._most[name], limit) for name, limit in found.items()}
-        return self._statements(
-            {name: limit for name, limit in right.items() if limit != self._expected[name]}
-        )
+        for name, text in zip(self._most, shown, strict=True):
+            _found[self._connection.alias, name] = text
+        right = _lowered(tuple(self._most.values()), tuple(shown))
+        if right == self._expected:
+            return []
+        each = zip(self._most, right, self._expected, strict=True)
+        return self._statements({name: limit for name, limit, set_to in each if limit != set_to})
 
     def _statements(self, limits: Mapping[str, int]) -> list[str]:
         idle = [f"SET LOCAL {IDLE} = {limits[IDLE]}"] if IDLE in limits else []
@@ -55,7 +55,7 @@ class Limits:
 def found_seconds(name: str, alias: str) -> float:
     """Return the limit that the last transaction of BEGIN has found on a database; 0 is no
     limit."""
-    return _found.get((alias, name), 0) / 1000
+    return _milliseconds(_found.get((alias, name), "0")) / 1000
 
 
 def lowered(name: str, limit: str) -> str:
@@ -84,11 +84,13 @@ def limit_waits_on_workers(
             cursor.execute(statement)
 
 
-def _lower(one: int, other: int) -> int:
-    return min(one, other) if other else one
+@lru_cache(maxsize=32)
+def _lowered(most: tuple[int, ...], shown: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the limits in milliseconds, each at most the one that holds."""
+    pairs = zip(most, map(_milliseconds, shown), strict=True)
+    return tuple(min(limit, found or limit) for limit, found in pairs)
 
 
-@cache
 def _milliseconds(shown: str) -> int:
     found = re.fullmatch(r"(\d+)(\D*)", shown)
     return int(found[1]) * _UNITS[found[2]] if found else 0

@@ -4,6 +4,7 @@ import sys
 from types import FrameType
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 #: Packages whose functions may be on the stack between the cause and this app.
 _BETWEEN = sys.stdlib_module_names | {"idempotency", "django", "asgiref", "rest_framework", "ninja"}
@@ -27,29 +28,33 @@ def nearest_function() -> str:
 def in_outer_transaction(using: str) -> bool:
     """Return whether a transaction is open. The transaction of a ``TestCase`` does not count, as in
     Django's ``atomic(durable=True)``."""
-    blocks = connections[using].atomic_blocks
+    return _is_outer(connections[using])
+
+
+def _is_outer(connection: BaseDatabaseWrapper) -> bool:
+    blocks = connection.atomic_blocks
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
-def require_autocommit(using: str) -> None:
-    """Raise RuntimeError if Django's autocommit is off. A block of ``atomic()`` commits nothing
-    then, so an open block is checked too."""
+def require_autocommit(using: str) -> BaseDatabaseWrapper:
+    """Return the connection. Raise RuntimeError if Django's autocommit is off. A block of
+    ``atomic()`` commits nothing then, so an open block is checked too."""
     connection = connections[using]
-    if not (
-        connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()
-    ):
+    if connection.connection is None:
+        connection.ensure_connection()  # sets ``autocommit``
+    if not (connection.commit_on_exit if connection.in_atomic_block else connection.autocommit):
         raise RuntimeError(
             f"Django's autocommit is off on the connection to {using!r}, so nothing would be"
             " committed. Remove AUTOCOMMIT from DATABASES, or call"
             " transaction.set_autocommit(True) before."
         )
+    return connection
 
 
 def require_no_transaction(using: str) -> None:
     """Raise RuntimeError if a transaction is open, because its rollback would undo committed
     phases. Raise RuntimeError also if autocommit is off."""
-    require_autocommit(using)
-    if in_outer_transaction(using):
+    if _is_outer(require_autocommit(using)):
         raise RuntimeError(
             "Phased work, a phase or a call was entered inside a transaction, whose rollback would"
             " undo its committed work. Leave the outer transaction.atomic() first. Phases and"

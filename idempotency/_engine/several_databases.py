@@ -1,7 +1,7 @@
 """The transactions of a plain run in other databases, and their COMMITs before that of the key."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,12 @@ class OtherTransactions:
         #: The databases whose COMMIT has succeeded.
         self.committed: list[str] = []
 
-    @contextmanager
-    def atomic(self) -> Iterator[None]:
+    def atomic(self) -> AbstractContextManager[None]:
         """Run the block in the transactions, and commit them at its end."""
+        return self._atomic() if self._aliases else nullcontext()
+
+    @contextmanager
+    def _atomic(self) -> Iterator[None]:
         with ExitStack() as stack:
             for alias in self._aliases:
                 stack.enter_context(transaction.atomic(using=alias))

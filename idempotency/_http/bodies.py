@@ -37,14 +37,14 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     as a form, but with files nothing. For a ``framework`` the body is stored as it came, if it is
     in memory."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
-    note_stream(request)
     read_into_memory(request)
-    if framework and is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
+    multipart = is_multipart(request)
+    if framework and multipart and not request._read_started:  # type: ignore[attr-defined]
         parse(request)  # A view of Django REST framework takes these fields, whatever the method.
-    if not (is_multipart(request) and is_parsed(request)):
+    if not (multipart and is_parsed(request)):
         body: Hidden[bytes | None] = Hidden(_raw_body(request))
         _refuse_cut_body(request)
-        if is_multipart(request) and _FILE.search(request.body):
+        if multipart and _FILE.search(request.body):
             body.value = None
         return body, content_type
     # Code of the project runs below: the upload handlers.

@@ -33,6 +33,8 @@ def is_credential(name: str) -> bool:
 def without_credentials(target: str) -> tuple[str, bool]:
     """Return path and query with NOT_STORED for the values of credentials, and whether there was
     one."""
+    if "?" not in target:
+        return target, False
     path, mark, query = target.partition("?")
     fields = [field.partition("=") for field in query.split("&")]
     taken = [bool(value) and is_credential(unquote_plus(name)) for name, _, value in fields]

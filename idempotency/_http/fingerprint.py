@@ -68,63 +68,57 @@ def fingerprint(
     If it is ``keyed``, with the SECRET_KEY, values cannot be guessed from it.
     Raises BadRequest for a multipart body in an unreadable charset.
     """
-    way = f"v{VERSION}{'h' * by_host}{f'k{_name(settings.SECRET_KEY)}' if keyed else ''}"
-    return _compute(way, request, body, by_host=by_host)
+    name, digest = _keyed(settings.SECRET_KEY) if keyed else _UNKEYED
+    way = f"v{VERSION}{'h' * by_host}{f'k{name}' if keyed else ''}"
+    return _compute(way, digest, request, body, by_host=by_host)
 
 
 def fingerprint_as(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
     """Return the fingerprint of a request, made in the way of a stored one. Return None if its
     version is unknown, or if its secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
     way = version_of(stored)
-    if (found := _WAY.fullmatch(way)) is None or (
-        found["secret"] and found["secret"] not in map(_name, _secrets())
-    ):
+    digests = dict((_UNKEYED, *map(_keyed, (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS))))
+    found = _WAY.fullmatch(way)
+    if found is None or (digest := digests.get(found["secret"] or "")) is None:
         logger.warning(
             "a stored fingerprint cannot be compared, and the client gets 409 key_in_use: it was"
             " made by another version, or with a secret that is neither SECRET_KEY nor in"
             " SECRET_KEY_FALLBACKS"
         )
         return None
-    return _compute(way, request, body, by_host=bool(found["host"]))
+    return _compute(way, digest, request, body, by_host=bool(found["host"]))
 
 
-def _compute(way: str, request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool) -> str:
+def _compute(
+    way: str, empty: Any, request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool
+) -> str:
     place = [b"urlconf " + urlconf.encode()] if (urlconf := chosen_urlconf(request)) else []
     if by_host:
         host = host_of(request).lower().encode()
         place += [b"host " + host, request.META.get("SCRIPT_NAME", "").encode()]
-    method = (request.method or "").encode()
-    parts = [method, target(request).encode(), *_content(request, body), *place]
-    digest = _empty_digest(way.partition("k")[2])
-    for part in parts:
-        digest.update(b"%d:" % len(part))
-        digest.update(part)
+    method, (kind, content) = (request.method or "").encode(), _content(request, body)
+    digest = empty.copy()
+    digest.update(_framed(method, target(request).encode(), kind) + b"%d:" % len(content))
+    digest.update(content)
+    if place:
+        digest.update(_framed(*place))
     return f"{way}:{digest.hexdigest()}"
 
 
-def _empty_digest(name: str) -> Any:
-    """Return a digest that is keyed with the secret of this name, or is not keyed if the name is
-    empty."""
-    if not name:
-        return hashlib.sha256()
-    secret = next(each for each in _secrets() if _name(each) == name)
-    return _keyed_digest(secret).copy()
+def _framed(*parts: bytes) -> bytes:
+    return b"".join([b"%d:%b" % (len(part), part) for part in parts])
+
+
+#: The name of no secret, and a digest that is not keyed.
+_UNKEYED: tuple[str, Any] = ("", hashlib.sha256())
 
 
 @lru_cache(maxsize=8)
-def _keyed_digest(secret: str | bytes) -> Any:
+def _keyed(secret: str | bytes) -> tuple[str, Any]:
+    """Return an id of a secret that does not reveal it, and a digest that is keyed with it."""
+    name = hashlib.sha256(b"idempotency.fingerprint.name" + force_bytes(secret)).hexdigest()[:8]
     key = hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest()
-    return hmac.new(key, digestmod=hashlib.sha256)
-
-
-def _secrets() -> list[str | bytes]:
-    return [settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
-
-
-@lru_cache(maxsize=8)
-def _name(secret: str | bytes) -> str:
-    """Return an id of a secret that does not reveal it."""
-    return hashlib.sha256(b"idempotency.fingerprint.name" + force_bytes(secret)).hexdigest()[:8]
+    return name, hmac.new(key, digestmod=hashlib.sha256)
 
 
 def target(request: HttpRequest) -> str:

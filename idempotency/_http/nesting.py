@@ -5,10 +5,9 @@ For example, ``partial_update()`` of Django REST framework calls ``update()``, a
 decorated both.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from django.http import HttpRequest
 
@@ -16,6 +15,7 @@ from idempotency import scopes
 from idempotency._engine.adapter import Run
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import effective_isolation
+from idempotency._engine.phased_run import current_key
 from idempotency._hidden import Hidden
 from idempotency._http import key_header
 from idempotency._http.options import Options
@@ -38,6 +38,8 @@ class ViewRun:
     options: Options
     run: Run
     is_over: bool = False
+    _before: "ViewRun | None" = None
+    _tokens: tuple[Any, ...] = ()
 
     @property
     def key(self) -> ClaimedKey:
@@ -50,30 +52,32 @@ class ViewRun:
         own = self.run.transaction
         return own is not None and own.is_open
 
-    @contextmanager
-    def bound(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Set the attribute ``idempotency_key`` of the request, and make the run known to views
         that its view calls."""
-        request, before = self.call.request, vars(self.call.request).get(_RUN)
-        token = _running.set(self)
-        setattr(request, _RUN, self)
-        try:
-            with self.call.bound(self.key):
-                yield
-        finally:
-            self.is_over = True
-            _running.reset(token)
-            vars(request).pop(_RUN, None)
-            # That of another key, whose view has called this one.
-            if before is not None and not before.is_over:
-                setattr(request, _RUN, before)
-                request.idempotency_key = before.key  # type: ignore[attr-defined]
+        request, key = vars(self.call.request), self.run.key
+        self._before = request.get(_RUN)
+        self._tokens = _running.set(self), current_key.set(key)
+        request[_RUN], request["idempotency_key"] = self, key
+
+    def __exit__(self, *error: object) -> None:
+        request, before = vars(self.call.request), self._before
+        running, key = self._tokens
+        self.is_over = True
+        current_key.reset(key)
+        _running.reset(running)
+        request.pop(_RUN, None)
+        # That of another key, whose view has called this one.
+        if before is not None and not before.is_over:
+            request[_RUN], request["idempotency_key"] = before, before.key
 
 
 def outer_run(request: HttpRequest) -> ViewRun | None:
     """Return the run from which a view was called with this request; None outside of runs."""
-    found = (vars(request).get(_RUN), _running.get())
-    return next((run for run in found if run is not None and not run.is_over), None)
+    found: ViewRun | None = vars(request).get(_RUN)
+    if found is None or found.is_over:
+        found = _running.get()
+    return None if found is None or found.is_over else found
 
 
 def join(outer: ViewRun, call: Call, options: Options) -> bool:

@@ -4,6 +4,7 @@ serialization failure."""
 import logging
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
+from datetime import datetime
 from functools import cached_property as cached_property_of_python
 from io import BytesIO
 from itertools import chain
@@ -24,6 +25,8 @@ logger = logging.getLogger("idempotency")
 _USERS = ("user", "_cached_user", "_acached_user")
 _MULTI_VALUED = frozenset({QueryDict, MultiValueDict})
 _MUTABLE = (dict, list, set)
+#: The types of most values of a row, so that isinstance() is rarely called.
+_IMMUTABLE = frozenset({bool, datetime, int, str, type(None)})
 #: Exactly these types; subclasses may be shared or expensive to copy.
 _CONTAINERS = frozenset(_MUTABLE) | _MULTI_VALUED
 
@@ -67,10 +70,15 @@ class RequestState:
         rows = self._save_values(values, holders)
         self._rows = tuple(rows)
         for row in _with_their_rows(rows):
-            mutable = [name for name, value in vars(row).items() if isinstance(value, _MUTABLE)]
+            mutable = [
+                name
+                for name, value in vars(row).items()
+                if type(value) not in _IMMUTABLE and isinstance(value, _MUTABLE)
+            ]
             holders += [(row, mutable), (row._state, ("fields_cache",))]
         for holder, names in holders:
-            self._save_attributes(holder, names)
+            if holder is not None:
+                self._save_attributes(holder, names)
 
     def _save_values(
         self, values: Iterable[Any], holders: list[tuple[Any, Sequence[str]]]

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -95,13 +96,16 @@ def _stored_body(response: HttpResponseBase) -> bytes | None:
 
 def stored_headers(response: HttpResponseBase) -> dict[str, str]:
     """Return the headers of a response that its replay has too."""
-    return {
-        name: value
-        for name, value in response.items()
-        if name.lower() not in _FRESH_HEADERS
-        and not name.lower().startswith(_FRESH_PREFIXES)
-        and not is_credential(name)
-    }
+    credentials = conf.get().CREDENTIAL_NAMES
+    return {name: value for name, value in response.items() if not _is_left_out(name, credentials)}
+
+
+@lru_cache(maxsize=256)
+def _is_left_out(name: str, credentials: frozenset[str]) -> bool:
+    """Return whether a response header is not stored. The names of credentials are those of the
+    setting, on which the result depends."""
+    fresh = name.lower() in _FRESH_HEADERS or name.lower().startswith(_FRESH_PREFIXES)
+    return fresh or is_credential(name)
 
 
 def described(response: HttpResponseBase, *, withheld: bool) -> str:

@@ -13,8 +13,6 @@ from django.http import HttpRequest, HttpResponseBase
 from django.views import View as BaseView
 
 from idempotency._async import awaited
-from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.phased_run import current_key
 
 View = Callable[..., Any]
 
@@ -86,15 +84,6 @@ class Call:
 
     def response(self) -> HttpResponseBase:
         return self.rendered(self())
-
-    @contextmanager
-    def bound(self, key: ClaimedKey) -> Iterator[None]:
-        self.request.idempotency_key = key  # type: ignore[attr-defined]
-        token = current_key.set(key)
-        try:
-            yield
-        finally:
-            current_key.reset(token)
 
     def response_to(self, error: Exception) -> HttpResponseBase | None:
         """Return the response of the view's framework to an exception, or None if the exception

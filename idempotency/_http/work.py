@@ -64,7 +64,7 @@ class ViewWork:
 
     def bind(self, run: Run) -> AbstractContextManager[None]:
         self._before = self._before or RequestState(self._call)
-        return ViewRun(self._call, self._options, run).bound()
+        return ViewRun(self._call, self._options, run)
 
     def call(self) -> Outcome:
         try:

@@ -20,6 +20,7 @@ from django.test import RequestFactory
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 
 from idempotency._hidden import Hidden
+from idempotency._http.bodies import note_stream
 from idempotency._http.fingerprint import fingerprint, target
 from idempotency._http.stored_request import capture
 from idempotency.decorators import idempotent
@@ -435,6 +436,7 @@ def test_multipart_body_in_any_charset_is_described_or_a_bad_request(
                 request = rf.generic(
                     method, "/rides", part_in(charset, header, text), content_type=content_type
                 )
+                note_stream(request)
                 try:
                     capture(request, "scope", Hidden("key"), options, view="", framework=False)
                 except (BadRequest, MultiPartParserError):
