@@ -25,6 +25,7 @@ from idempotency import conf
 from idempotency._async import either_context
 from idempotency._engine import replication
 from idempotency._engine.cursors import changed_rows, classified_errors
+from idempotency._engine.database_product import require_postgresql
 from idempotency._engine.errors import has_ended
 from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
 from idempotency._engine.outer_transactions import require_autocommit
@@ -159,7 +160,8 @@ def _insert(
     marker of the transaction. With ``idle_limit`` the database ends the transaction after
     INBOX_IDLE_SECONDS without a statement. Otherwise a process that hangs would hold the message
     without end."""
-    bounded = connection.vendor == "postgresql"
+    if bounded := connection.vendor == "postgresql":
+        require_postgresql(connection)
     # Of Django's kind: psycopg would prepare the statements of another one, and after a rollback it
     # would drop those of requests with them.
     with classified_errors(connection), connection.cursor() as cursor:

@@ -21,6 +21,7 @@ from django.db import (
     connection,
     transaction,
 )
+from psycopg import Cursor
 from pytest_django import Settings
 
 from idempotency._engine import database_product
@@ -327,7 +328,7 @@ class TestErrorsOfWorkers:
         message = "failure on connection marked as essential: 10.0.0.2:5432"
         with another_engine(*citus_with("n", "s")):
             claim()
-            with pytest.raises(OperationalError) as caught, own_cursor("default") as cursor:
+            with pytest.raises(OperationalError) as caught, own_cursor("default", Cursor) as cursor:
                 cursor.execute(f"DO $$ BEGIN RAISE '{message}' USING ERRCODE = 'XX000'; END $$")
             assert connection_lost(caught.value, "default")
 
