@@ -41,11 +41,8 @@ _SUPPORTED = psycopg.Pipeline.is_supported()
 _MAX_LOSSES = 2
 #: The server has no statement of this name, or its plan does not fit to a changed table.
 _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)
-
-
 #: The attribute of a connection with its prepared statements.
 _PREPARED = "_idempotency_prepared"
-
 
 #: A statement with numbered parameters, and the types of these.
 _Key = tuple[str, tuple[int, ...]]
@@ -125,14 +122,12 @@ def run(
 def begin(own: "psycopg.Connection[Any]", isolation: IsolationLevel | None = None) -> str:
     """Return the BEGIN that psycopg would send, by default at the connection's own level."""
     level = own.isolation_level if isolation is None else isolation
-    parts = ["BEGIN"]
-    if level is not None:
-        parts.append(f"ISOLATION LEVEL {level.name.replace('_', ' ')}")
+    text = "BEGIN" if level is None else f"BEGIN ISOLATION LEVEL {level.name.replace('_', ' ')}"
     if own.read_only is not None:
-        parts.append("READ ONLY" if own.read_only else "READ WRITE")
+        text += " READ ONLY" if own.read_only else " READ WRITE"
     if own.deferrable is not None:
-        parts.append("DEFERRABLE" if own.deferrable else "NOT DEFERRABLE")
-    return " ".join(parts)
+        text += " DEFERRABLE" if own.deferrable else " NOT DEFERRABLE"
+    return text
 
 
 def _run(
