@@ -62,6 +62,11 @@ class BulkAction:
         """Return those of ``rows`` that the action may change; the condition has an index."""
         raise NotImplementedError
 
+    def kinds(self, rows: Any) -> Iterable[tuple[Any, int]]:
+        """Count the ``concerned`` rows by kind. Yield for each kind an unsaved row or an equivalent
+        for ``group`` and ``why_not``, and the number of its rows."""
+        raise NotImplementedError
+
     def group(self, row: Any) -> Group:
         """Return the group of ``row`` in the confirmation."""
         raise NotImplementedError
@@ -85,13 +90,11 @@ class BulkAction:
 @dataclass(slots=True)
 class Work:
     """The time of a confirmation, and the progress of its work. ``expected`` is the number of
-    counted rows; ``more`` is true if not all matching rows were counted. The next chunk begins
-    behind the row ``after``. The work ends with the last counted row, ``until``, which is None if
-    ``more`` is true. Both rows are given as a place and a pk."""
+    matching rows. The next chunk begins behind the row ``after``. The work ends with the row
+    ``until``, the last one of the confirmation. Both rows are given as a place and a pk."""
 
     as_of: str
     expected: int
-    more: bool
     done: int = 0
     left: dict[str, int] = field(default_factory=dict)
     after: tuple[str, str] | None = None
@@ -119,8 +122,8 @@ class Work:
 
     def report(self, action: BulkAction) -> str:
         """Return the final message: the number of changed rows, and the numbers of unchanged rows
-        by reason. Counted rows that no longer match are included."""
-        gone = 0 if self.more else self.expected - self.visited
+        by reason. Rows that no longer match are included."""
+        gone = self.expected - self.visited
         return self.progress(
             action, {gettext_noop("no longer matched when the action reached them"): gone}
         )

@@ -6,13 +6,17 @@ from typing import Any
 
 from django.contrib.admin.models import DELETION
 from django.db import router
+from django.db.models import Case, Min, When
+from django.db.models.fields.json import KeyTextTransform
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import gettext_noop, ngettext_lazy
 
 from idempotency import interventions
+from idempotency._records import STAGED_OPERATION
 from idempotency.admin.bulk import CHANGED, BulkAction, Group
-from idempotency.admin.error_groups import group_of
+from idempotency.admin.error_groups import ErrorPattern, group_of
 from idempotency.models import StagedJob
+from idempotency.monitoring.measures import counted
 
 
 class _OfJobs(BulkAction):
@@ -22,6 +26,18 @@ class _OfJobs(BulkAction):
 
     def concerned(self, rows: Any) -> Any:
         return rows.filter(failed_at__isnull=False)
+
+    def kinds(self, rows: Any) -> Iterable[tuple[Any, int]]:
+        operation = Case(
+            When(job_name=STAGED_OPERATION, then=KeyTextTransform("operation", "job_args"))
+        )
+        failed = self.concerned(rows).annotate(called=operation, pattern=ErrorPattern("last_error"))
+        for kind in counted(failed, "job_name", "called", "pattern", error=Min("last_error")):
+            arguments = {"operation": kind.called or ""}
+            yield (
+                StagedJob(job_name=kind.job_name, job_args=arguments, last_error=kind.error),
+                kind.number,
+            )
 
     def changed_at(self, row: Any) -> Iterable[datetime | None]:
         return (row.failed_at,)

@@ -15,6 +15,7 @@ from idempotency.admin.bulk import CHANGED, FINISHED, RUNNING, BulkAction, Group
 from idempotency.admin.stuck_codes import LAST_CALL, STUCK_CODES
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
+from idempotency.monitoring.measures import counted
 
 _COLUMNS = (
     "pk", "claim_token", "recovery_point", "stuck_code", "created_at", "last_run_at", "stuck_at",
@@ -30,6 +31,10 @@ class _OfKeys(BulkAction):
 
     def concerned(self, rows: Any) -> Any:
         return rows.unfinished().only(*_COLUMNS)
+
+    def kinds(self, rows: Any) -> Iterable[tuple[Any, int]]:
+        for row in counted(rows.unfinished(), "state", "stuck_code"):
+            yield row, row.number
 
     def changed_at(self, row: Any) -> Iterable[datetime | None]:
         return row.last_run_at, row.stuck_at, row.handed_back_at, row.acknowledged_at

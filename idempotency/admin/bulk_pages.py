@@ -28,7 +28,7 @@ from idempotency.admin.actions import note_field, noted, username
 from idempotency.admin.bodies import log_looks, may_view_bodies
 from idempotency.admin.bulk import BulkAction, Group, Work, in_order, work_on
 from idempotency.admin.filters import AS_OF
-from idempotency.admin.reading import MAX_COUNT, ReadOnlyAdmin
+from idempotency.admin.reading import ReadOnlyAdmin
 from idempotency.admin.refusals import refused
 
 #: The query parameter with the ids of chosen rows. Without it, the action applies to all rows that
@@ -209,18 +209,22 @@ def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any)
 
 
 def _question(action: BulkAction, rows: QuerySet[Any], ids: str | None) -> dict[str, Any]:
-    """Return the data for the confirmation, and the work before its first chunk."""
-    read = list(in_order(action, rows)[: MAX_COUNT + 1])
-    counted, more = read[:MAX_COUNT], len(read) > MAX_COUNT
-    eligible = [row for row in counted if not action.why_not(row)]
-    groups: Counter[Group] = Counter(action.group(row) for row in counted)
-    as_of = counted[0].read_at.isoformat() if counted else ""
-    until = (counted[-1].place, str(counted[-1].pk)) if counted else None
+    """Return the data for the confirmation, and the work before its first chunk. All matching rows
+    are counted."""
+    ordered = in_order(action, rows)
+    sample, last = list(ordered[:MAX_SAMPLE]), ordered.reverse()[:1]
+    groups: Counter[Group] = Counter()
+    eligible = expected = 0
+    for row, number in action.kinds(rows):
+        groups[action.group(row)] += number
+        expected += number
+        eligible += 0 if action.why_not(row) else number
+    as_of = sample[0].read_at.isoformat() if sample else ""
+    until = next(((row.place, str(row.pk)) for row in last), None)
     return {
         "groups": groups.most_common(),
-        "eligible": len(eligible),
-        "more": more,
-        "sample": eligible[:MAX_SAMPLE],
-        "others": len(ids.split(",")) - len(counted) if ids else 0,
-        "work": Work(as_of, len(counted), more, until=None if more else until),
+        "eligible": eligible,
+        "sample": [row for row in sample if not action.why_not(row)],
+        "others": len(ids.split(",")) - expected if ids else 0,
+        "work": Work(as_of, expected, until=until),
     }

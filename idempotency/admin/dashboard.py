@@ -1,12 +1,11 @@
 """The dashboard: findings, unfinished keys and staged jobs by age, charts of requests, and the
 heartbeats of processes.
 
-The numbers come from ``monitoring.measures`` and ``traffic``, so the cost of the page does not
-depend on the size of a table.
+The numbers come from ``monitoring.measures`` and ``traffic``. The database counts all unfinished
+keys and all staged jobs by partial indexes, so the page costs more with more of them, and not with
+more finished keys.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
@@ -29,9 +28,6 @@ from idempotency.admin.form_filters import range_query
 from idempotency.models import STARTED, StagedJob
 from idempotency.monitoring import findings, heartbeats, measures
 
-#: The maximum number of rows of a kind that are read, the oldest first. If there are more, the page
-#: says so.
-MAX_READ = 5000
 #: The maximum number of processes that are shown, those with the youngest heartbeats.
 MAX_PROCESSES = 100
 #: The maximum number of groups of each kind that are shown, the largest first.
@@ -78,26 +74,24 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     view staged jobs.
 
     Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the
-    processes are those of the whole database. With MAX_READ or more unfinished keys it takes six
-    more queries, with MAX_READ or more stuck keys two more.
+    processes are those of the whole database.
     """
     every, site = key_admin.get_queryset(request), key_admin.admin_site
     url = _list_url(key_admin)
-    keys, processes = measures.unfinished_keys(every, MAX_READ), _known_processes(every.db)
-    shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every, MAX_READ), url)
+    keys, processes = measures.unfinished_keys(every), _known_processes(every.db)
+    shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every), url)
     shown |= {"keys_url": url, "key_actions": _key_actions(request, key_admin)}
-    shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now()}
-    shown |= _of_processes(processes)
-    found = [*findings.of_keys(keys, MAX_READ)]
+    shown |= _of_processes(processes) | {"as_of": timezone.now()}
+    found = [*findings.of_keys(keys)]
     found += findings.of_processes(processes)
     behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
     job_admin = site._registry.get(StagedJob)
     if job_admin is not None and job_admin.has_view_permission(request):
         jobs_url, every_job = _list_url(job_admin), job_admin.get_queryset(request)
-        jobs = measures.staged_jobs(every_job, MAX_READ)
-        shown |= _of_jobs(jobs, error_groups.groups_of_failed_jobs(every_job, MAX_READ), jobs_url)
+        jobs = measures.staged_jobs(every_job)
+        shown |= _of_jobs(jobs, error_groups.groups_of_failed_jobs(every_job), jobs_url)
         shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, job_admin)}
-        found += findings.of_jobs(jobs, MAX_READ)
+        found += findings.of_jobs(jobs)
         behind |= dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{jobs_url}?state=waiting")
         behind |= {"jobs_failed": f"{jobs_url}?state=failed"}
     shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in found]
@@ -135,12 +129,12 @@ def _charts(alias: str, chosen: str, keys_url: str) -> dict[str, Any]:
 def _of_keys(
     keys: measures.UnfinishedKeys, groups: list[error_groups.ErrorGroup], url: str
 ) -> dict[str, Any]:
-    points = {point: _by_age(ages) for point, ages in keys.ages_by_point.items()}
-    largest = max((count for ages in points.values() for count in ages.values()), default=0)
+    points = keys.spans_by_point
+    largest = max((count for spans in points.values() for count in spans.values()), default=0)
 
-    def bar(point: str, age: Age) -> Bar:
+    def bar(point: str, span: int, age: Age) -> Bar:
         chosen = {"state": "unfinished", "recovery_point": point, "age": age.name}
-        return _bar(age.label, points[point][age.name], largest, url, False, **chosen)
+        return _bar(age.label, points[point][span], largest, url, False, **chosen)
 
     def state_bar(state: KeyState) -> Bar:
         alarming, chosen = state == KeyState.STUCK, state.replace(" ", "_")
@@ -158,7 +152,7 @@ def _of_keys(
         "unfinished_url": f"{url}?state=unfinished",
         "by_state": [state_bar(state) for state in KeyState if state not in others],
         "by_point": [
-            (point, [bar(point, age) for age in AGES])
+            (point, [bar(point, *each) for each in enumerate(AGES)])
             for point in sorted(points, key=lambda name: (name != STARTED, name))
         ],
         "by_code": [
@@ -172,8 +166,8 @@ def _of_keys(
 def _of_jobs(
     jobs: measures.StagedJobs, groups: list[error_groups.ErrorGroup], url: str
 ) -> dict[str, Any]:
-    ages, failed = _by_age(jobs.waiting), jobs.failed_by_name
-    largest = max(ages.values(), default=0)
+    spans, failed = jobs.waiting, jobs.failed_by_name
+    largest = max(spans.values(), default=0)
     due = gettext("due for %(age)s")
 
     def group_url(group: error_groups.ErrorGroup) -> str:
@@ -181,13 +175,12 @@ def _of_jobs(
         return _link("", state="failed", **chosen, error_group=group.error)
 
     bars = [
-        _bar(due % {"age": age.label}, ages[age.name], largest, url, state="waiting", age=age.name)
-        for age in AGES
+        _bar(due % {"age": age.label}, spans[span], largest, url, state="waiting", age=age.name)
+        for span, age in enumerate(AGES)
     ]
     return {
         "may_see_jobs": True,
-        "more_jobs": len(jobs.waiting) == MAX_READ,
-        "jobs_by_age": [_bar(_("not due yet"), ages["later"], largest, url, state="later"), *bars],
+        "jobs_by_age": [_bar(_("not due yet"), spans[-1], largest, url, state="later"), *bars],
         "jobs_failed": [
             _bar(name, count, max(failed.values()), url, True, state="failed", job_name=name)
             for name, count in failed.most_common(20)
@@ -224,12 +217,6 @@ def _state_of(lag: float | None, consequence: str | Promise) -> str:
         text = gettext("no heartbeat (if cron does not run it, %(consequence)s)")
         return text % {"consequence": consequence}
     return gettext("silent") if lag > heartbeats.SILENT_SECONDS else gettext("ok")
-
-
-def _by_age(ages: Iterable[float]) -> Counter[str]:
-    """Count the ages in each span of AGES; a negative age is "later"."""
-    spans = tuple(reversed(AGES))
-    return Counter(next((a.name for a in spans if age >= a.begin), "later") for age in ages)
 
 
 def _bar(

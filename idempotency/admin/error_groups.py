@@ -1,38 +1,33 @@
 """Groups of errors: the text of an error without the parts that differ from request to request.
 
-The dashboard counts by group, and the lists filter by it. SQL cannot do this, so the caller reads a
-bounded number of rows and groups them in Python.
+The dashboard counts by group, and the lists filter by it. PostgreSQL reduces the texts to patterns
+and counts the rows of each pattern, so Python sees one text of each pattern. All rows are counted.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from django.db.models import F
-from django.db.models.functions import Left, Now
+from django.db.models import Case, F, Func, Max, Min, Q, TextField, Value, When
+from django.db.models.functions import Coalesce, Now, NullIf
 
-from idempotency._operations.definition import work_line
+from idempotency._operations.definition import METHOD, work_line
 from idempotency._text import cut
-from idempotency.monitoring.measures import COUNT_LIMIT, seconds_of, stuck_kinds
+from idempotency.monitoring.measures import counted, seconds_of
 
-#: The number of characters of an error or a path that are read to determine its group.
-GROUPED_CHARACTERS = 1000
-
-#: The sign that replaces a number, an id or a quoted value.
+#: The sign that replaces a quoted value, and a word with a digit: a number or an id.
 _SIGN = "#"
 _MAX_LENGTH = 200
-#: An id mixes letters and digits. In a shorter word, such as HTTP2 or evt_1, only the numbers are
-#: replaced.
-_MIN_ID_LENGTH = 8
+#: A filter compares at most this many parts of a group before it compares patterns.
+_MAX_PARTS = 4
 
 # A status, and the place of an error whose message is withheld.
 _KEPT = r"(?P<kept>\bstatus \d{3}\b| in [\w.]+:\d+$)"
-_QUOTED = r"(?<!\w)'[^']*'(?!\w)|\"[^\"]*\""
-_UUID = r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
-_VARIABLE = re.compile(rf"{_KEPT}|{_QUOTED}|{_UUID}|(?P<word>\w*\d\w*)")
-_NUMBER = re.compile(r"\d+")
+#: PostgreSQL and Python read this expression alike.
+_VARIABLE = r"""(?<!\w)'[^']*'(?!\w)|"[^"]*"|[\w-]*\d[\w-]*"""
+_KEPT_OR_VARIABLE = re.compile(f"{_KEPT}|{_VARIABLE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,60 +47,140 @@ class ErrorGroup:
     newest: float
 
 
+class ErrorPattern(Func):
+    """An error in the database without its variable parts. Errors with the same pattern are in the
+    same group; a group may have several patterns."""
+
+    output_field = TextField()
+    arity = 1
+    #: The first line, and what ``group_of`` keeps of it.
+    line = r"split_part(ltrim({0}, E' \t\r\n'), E'\n', 1)"
+    kept: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("%status %", r"status\s+\d{3}\y"),
+        ("% in %:%", r" in [\w.]+:\d+\s*$"),
+    )
+    function_of_sqlite = ("idempotency_group_of", lambda text: group_of(text))
+
+    def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        sql, params = compiler.compile(self.source_expressions[0])
+        line = self.line.format(sql)
+        parts = [f"regexp_replace({line}, %s, '{_SIGN}', 'g')"]
+        values = [*params, _VARIABLE]
+        for like, found in self.kept:
+            parts.append(f"CASE WHEN {line} LIKE %s THEN coalesce(substring({line}, %s), '') END")
+            values += [*params, like, *params, found]
+        return f"concat({', '.join(parts)})", values
+
+    def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        connection.ensure_connection()
+        name, function = self.function_of_sqlite
+        connection.connection.create_function(name, 1, function, deterministic=True)
+        return self.as_sql(compiler, connection, function=name, **context)
+
+
+class PathPattern(ErrorPattern):
+    """The path of a request without its query and its variable parts."""
+
+    line = "split_part({0}, '?', 1)"
+    kept = ()
+    function_of_sqlite = ("idempotency_path_group", lambda path: group_of(path.partition("?")[0]))
+
+
+#: The error of a key.
+ERROR = Coalesce(NullIf("stuck_reason", Value("")), "last_error", output_field=TextField())
+#: The pattern of a request. The name of an operation has no variable parts.
+REQUEST_PATTERN = Case(
+    When(request_method=METHOD, then=F("request_path")), default=PathPattern("request_path")
+)
+
+
 def group_of(text: str) -> str:
-    """Return the first line of ``text`` with ``#`` for numbers, ids and quoted values, at most 200
-    characters.
+    """Return the first line of ``text`` with ``#`` for quoted values and for words with a digit, at
+    most 200 characters.
 
     Callers pass the ``stuck_reason`` of a stuck key, or the ``last_error`` of another key or of a
     job.
     """
     line = " ".join(text.strip().partition("\n")[0][:1000].split())
-    return cut(_VARIABLE.sub(_replaced, line), _MAX_LENGTH)
-
-
-def _replaced(found: re.Match[str]) -> str:
-    if found["kept"]:
-        return found["kept"]
-    word = found["word"]
-    return _SIGN if word is None or len(word) >= _MIN_ID_LENGTH else _NUMBER.sub(_SIGN, word)
-
-
-def groups_of_stuck_keys(every: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Return the groups of stuck keys among ``every``, a queryset: keys with equal stuck code,
-    error and request, the largest group first. If there are ``limit`` or more stuck keys, read the
-    ``limit`` oldest keys that need manual review, and the ``limit`` oldest other keys."""
-    keys: Any = every.stuck().order_by("created_at")
-    since, text = Now() - F("stuck_at"), Left("stuck_reason", GROUPED_CHARACTERS)
-    keys = keys.values_list(
-        "stuck_code", text, "request_method", Left("request_path", GROUPED_CHARACTERS), since
-    )
-    rows = list(keys[:limit])
-    if len(rows) == limit:
-        rows = [row for kind in stuck_kinds(keys) for row in kind[:limit]]
-    return _groups(
-        (code, reason, request_group(method, path), seconds_of(age))
-        for code, reason, method, path, age in rows
-    )
+    return cut(_KEPT_OR_VARIABLE.sub(lambda found: found["kept"] or _SIGN, line), _MAX_LENGTH)
 
 
 def request_group(method: str, path: str) -> str:
     """Return method and path without the parts that differ from request to request, or the
     operation."""
-    return group_of(work_line(method, path.partition("?")[0]))
+    is_call = method == METHOD
+    return work_line(method, path if is_call else group_of(path.partition("?")[0]))
 
 
-def groups_of_failed_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
+def in_error_group(rows: Any, error: Any, group: str) -> Any:
+    """Return those of ``rows`` whose ``error``, an expression, is in the group."""
+    rows = rows.alias(error_text=error, error_pattern=ErrorPattern(error))
+    found = rows.filter(_contains("error_text", group))
+    texts = counted(found.annotate(pattern=ErrorPattern(error)), "pattern", text=Min(error))
+    patterns = [row.pattern for row in texts if group_of(row.text) == group]
+    return found.filter(error_pattern__in=patterns)
+
+
+def in_request_group(keys: Any, group: str) -> Any:
+    """Return those of ``keys`` whose request is in the group (``request_group``)."""
+    operation = work_line(METHOD, "")
+    if group.startswith(operation):
+        return keys.filter(request_method=METHOD, request_path=group.removeprefix(operation))
+    method, _, path = group.partition(" ")
+    keys = keys.alias(path_pattern=PathPattern("request_path")).filter(request_method=method)
+    found = keys.filter(_contains("request_path", path))
+    texts = counted(
+        found.annotate(pattern=PathPattern("request_path")), "pattern", text=Min("request_path")
+    )
+    patterns = [row.pattern for row in texts if request_group(method, row.text) == group]
+    return found.filter(path_pattern__in=patterns)
+
+
+def _contains(name: str, group: str) -> Q:
+    """Return a condition that each text of the group fulfils. It costs less than a pattern."""
+    parts = sorted(re.split(rf"[{_SIGN}\s…]+", group), key=len)[-_MAX_PARTS:]
+    return Q(*[(f"{name}__contains", part) for part in parts if part])
+
+
+def groups_of_stuck_keys(every: Any) -> list[ErrorGroup]:
+    """Return the groups of stuck keys among ``every``, a queryset: keys with equal stuck code,
+    error and request, the largest group first."""
+    keys = every.stuck().annotate(pattern=ErrorPattern("stuck_reason"), request=REQUEST_PATTERN)
+    texts = {"error": Min("stuck_reason"), "path": Min("request_path")}
+    columns = ("stuck_code", "request_method", "pattern", "request")
+    return _groups(
+        (row.stuck_code, row.error, request_group(row.request_method, row.path), row)
+        for row in counted(keys, *columns, **texts, **_ages("stuck_at"))
+    )
+
+
+def groups_of_failed_jobs(jobs: Any) -> list[ErrorGroup]:
     """Return the groups of failed jobs among ``jobs``, a queryset: jobs with equal name, error and
-    queue, the largest group first. Only the ``limit`` jobs that failed first are read."""
-    failed = jobs.filter(failed_at__isnull=False).order_by("failed_at")
-    since, text = Now() - F("failed_at"), Left("last_error", GROUPED_CHARACTERS)
-    rows = failed.values_list("job_name", text, "queue", since)[:limit]
-    return _groups((name, error, queue, seconds_of(age)) for name, error, queue, age in rows)
+    queue, the largest group first."""
+    failed = jobs.filter(failed_at__isnull=False).annotate(pattern=ErrorPattern("last_error"))
+    rows = counted(
+        failed, "job_name", "queue", "pattern", error=Min("last_error"), **_ages("failed_at")
+    )
+    return _groups((row.job_name, row.error, row.queue, row) for row in rows)
 
 
-def _groups(rows: Iterable[tuple[str, str, str, float]]) -> list[ErrorGroup]:
-    ages: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for cause, error, place, age in rows:
-        ages[cause, group_of(error), place].append(age)
-    groups = [ErrorGroup(*key, len(found), max(found), min(found)) for key, found in ages.items()]
+def _ages(since: str) -> dict[str, Any]:
+    age = Now() - F(since)
+    return {"oldest": Max(age), "newest": Min(age)}
+
+
+def _groups(rows: Iterable[tuple[str, str, str, Any]]) -> list[ErrorGroup]:
+    """Return the groups of the rows of patterns, each with its cause, its error and its place."""
+    found: dict[tuple[str, str, str], list[Any]] = defaultdict(list)
+    for cause, error, place, row in rows:
+        found[cause, group_of(error), place].append(row)
+    groups = [
+        ErrorGroup(
+            *key,
+            sum(row.number for row in rows),
+            seconds_of(max(row.oldest for row in rows)),
+            seconds_of(min(row.newest for row in rows)),
+        )
+        for key, rows in found.items()
+    ]
     return sorted(groups, key=lambda group: (-group.count, -group.oldest))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, cast
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.options import get_content_type_for_model
-from django.db.models import QuerySet
-from django.db.models.functions import Left, Now
+from django.db.models import F, QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.utils.formats import number_format
 from django.utils.functional import Promise, lazy
@@ -17,9 +17,10 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency.admin.bodies import VIEWED
-from idempotency.admin.error_groups import GROUPED_CHARACTERS, group_of, request_group
+from idempotency.admin.error_groups import ERROR, in_error_group, in_request_group
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import FINISHED, IdempotencyKey
+from idempotency.monitoring.measures import SPANS
 
 #: A filter or search without an index reads at most this many rows, the newest ones.
 NEWEST = 20_000
@@ -46,11 +47,20 @@ class Age(NamedTuple):
     end: int
 
 
-AGES = (
-    Age("minutes", _("under 5 minutes"), 0, 300),
-    Age("hour", _("5 minutes to an hour"), 300, 3600),
-    Age("day", _("an hour to a day"), 3600, 86400),
-    Age("older", _("over a day"), 86400, 100 * 365 * 86400),
+#: The spans of ``measures.SPANS``.
+AGES = tuple(
+    Age(name, label, begin, end)
+    for (name, label), begin, end in zip(
+        (
+            ("minutes", _("under 5 minutes")),
+            ("hour", _("5 minutes to an hour")),
+            ("day", _("an hour to a day")),
+            ("older", _("over a day")),
+        ),
+        SPANS,
+        (*SPANS[1:], 100 * 365 * 86400),
+        strict=True,
+    )
 )
 
 
@@ -176,57 +186,28 @@ class StatusFilter(ChosenFilter):
 
 
 class ErrorGroupFilter(ChosenFilter):
-    """The group of the error (``error_groups.group_of``), among the oldest MAX_GROUPED unfinished
-    keys."""
+    """The group of the error (``error_groups.group_of``) of unfinished keys."""
 
     title = _("error")
     parameter_name = "error_group"
 
-    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
-        errors = (
-            (pk, next(filter(None, texts), "")) for pk, *texts in self.texts(rows)[:MAX_GROUPED]
-        )
-        return rows.filter(pk__in=[pk for pk, error in errors if group_of(error) == value])
-
-    def texts(self, rows: Any) -> Any:
-        """Return for each row its pk and its texts; the first text that is not empty is the error
-        of the row."""
-        reason, error = (
-            Left("stuck_reason", GROUPED_CHARACTERS),
-            Left("last_error", GROUPED_CHARACTERS),
-        )
-        return rows.unfinished().order_by("created_at").values_list("pk", reason, error)
+    def chosen(self, rows: Any, value: str) -> Any:
+        return in_error_group(rows.unfinished(), ERROR, value)
 
 
 class RequestGroupFilter(ChosenFilter):
-    """The group of the request (``error_groups.request_group``), among the oldest MAX_GROUPED
-    unfinished keys."""
+    """The group of the request (``error_groups.request_group``) of unfinished keys."""
 
     title = _("request")
     parameter_name = "request_group"
 
-    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
-        unfinished: Any = rows
-        path = Left("request_path", GROUPED_CHARACTERS)
-        found = (
-            unfinished.unfinished().order_by("created_at").values_list("pk", "request_method", path)
-        )
-        return rows.filter(
-            pk__in=[
-                pk
-                for pk, method, path in found[:MAX_GROUPED]
-                if request_group(method, path) == value
-            ]
-        )
+    def chosen(self, rows: Any, value: str) -> Any:
+        return in_request_group(rows.unfinished(), value)
 
 
 class JobErrorGroupFilter(ErrorGroupFilter):
-    def texts(self, rows: Any) -> Any:
-        return (
-            rows.filter(failed_at__isnull=False)
-            .order_by("failed_at")
-            .values_list("pk", Left("last_error", GROUPED_CHARACTERS))
-        )
+    def chosen(self, rows: Any, value: str) -> Any:
+        return in_error_group(rows.filter(failed_at__isnull=False), F("last_error"), value)
 
 
 class MineFilter(admin.SimpleListFilter):

@@ -1,7 +1,7 @@
 """Find problems of the tables and the processes, each with its cure. Nothing is written.
 
-Each check reads the statistics of PostgreSQL, or calls ``measures``, which reads a bounded number
-of rows. So the cost of a check does not depend on the size of the tables.
+Each check reads the statistics of PostgreSQL, or counts the rows of a partial index. The cost does
+not depend on the number of finished keys, except those that are late to be deleted.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from idempotency._states import KeyState
 from idempotency._text import duration, first_line
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring import findings, measures
-from idempotency.monitoring.findings import Finding, at_least
+from idempotency.monitoring.findings import Finding
 from idempotency.monitoring.heartbeats import LOOPS
 
 #: Columns that runs change. An update of an indexed column writes to each index of the table, and
@@ -103,7 +103,7 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         late = duration(REAPER_LATE_SECONDS)
         yield Finding(
             "reaper_late",
-            f"Keys that should have been deleted {late} ago: {at_least(to_reap)}.",
+            f"Keys that should have been deleted {late} ago: {to_reap}.",
             "Start manage.py reap_keys --loop. If it counts them as 'protected', something prevents"
             " the deletion: a row that refers to the key, for example with on_delete=PROTECT, a"
             " trigger, a signal receiver, or a missing privilege. Its log names the error.",
@@ -113,7 +113,7 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
 def _jobs(found: Diagnosis) -> Iterator[Finding]:
     jobs = measures.staged_jobs(StagedJob.objects.using(found.database))
     messages = ProcessedMessage.objects.using(found.database).filter(HOOKS_FAILED)
-    hooks = messages[: measures.COUNT_LIMIT].count()
+    hooks = messages.count()
     found.measured |= {
         "jobs_due": jobs.due,
         "jobs_failed": jobs.failed_by_name.total(),
@@ -124,7 +124,7 @@ def _jobs(found: Diagnosis) -> Iterator[Finding]:
     if hooks:
         yield Finding(
             "hooks_failed",
-            f"Jobs that took effect, but whose on_commit hooks raised: {at_least(hooks)}. The"
+            f"Jobs that took effect, but whose on_commit hooks raised: {hooks}. The"
             " hooks are not called again.",
             "manage.py staged_jobs list says why. Do by hand what the hooks should have done, then"
             " run manage.py staged_jobs purge. Let the job stage another job instead of a hook.",

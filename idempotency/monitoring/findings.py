@@ -9,7 +9,6 @@ from django.utils.translation import gettext as _
 from idempotency._text import duration
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
-from idempotency.monitoring.measures import COUNT_LIMIT
 
 #: The enqueuer makes a pass each second, the completer every 5 seconds. If work waits longer than
 #: this, no process handles it.
@@ -25,14 +24,13 @@ class Finding:
     cure: str
 
 
-def of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
-    """Yield the findings about the unfinished keys, of which at most ``limit`` were read. The
-    dashboard shows them too."""
+def of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
+    """Yield the findings about the unfinished keys. The dashboard shows them too."""
     if keys.for_review:
         yield Finding(
             "stuck_keys",
             _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
-            % {"count": at_least(keys.for_review, limit), "duration": duration(keys.stuck_for)},
+            % {"count": keys.for_review, "duration": duration(keys.stuck_for)},
             _(
                 "Open the admin's list of keys with the filter 'stuck': each says why, and offers"
                 " what can be done."
@@ -50,12 +48,12 @@ def of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator
         )
 
 
-def of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
+def of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
     if jobs.oldest > LATE_SECONDS:
         yield Finding(
             "jobs_late",
             _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
-            % {"count": at_least(jobs.due, limit), "duration": duration(jobs.oldest)},
+            % {"count": jobs.due, "duration": duration(jobs.oldest)},
             _(
                 "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it"
                 " cannot reach."
@@ -65,7 +63,7 @@ def of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Iterator[Fin
         yield Finding(
             "jobs_not_deleted",
             _("Staged jobs that the broker has, but whose rows cannot be deleted: %(count)s.")
-            % {"count": at_least(jobs.not_deleted, limit)},
+            % {"count": jobs.not_deleted},
             _(
                 "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a"
                 " missing right. The enqueuer then deletes the rows, and sends no job again."
@@ -74,7 +72,7 @@ def of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Iterator[Fin
     if failed := jobs.failed_by_name.total():
         yield Finding(
             "jobs_failed",
-            _("Staged jobs that have failed: %(count)s.") % {"count": at_least(failed, limit)},
+            _("Staged jobs that have failed: %(count)s.") % {"count": failed},
             _(
                 "manage.py staged_jobs list --failed says why. Correct the cause, then run"
                 " manage.py staged_jobs retry --all, or purge."
@@ -95,7 +93,3 @@ def of_processes(processes: list[measures.Process]) -> Iterator[Finding]:
                 % {"name": name, "duration": duration(lags[name]), "consequence": consequence},
                 _("Start it again. If it runs, its log has the error."),
             )
-
-
-def at_least(count: int, limit: int = COUNT_LIMIT) -> str:
-    return _("%(count)s or more") % {"count": count} if count >= limit else str(count)

@@ -1,8 +1,8 @@
 """The measurements that the dashboard, the doctor and the metrics share. Nothing is written.
 
-Each one reads a bounded number of rows through a partial index, the oldest first, so its cost does
-not depend on the size of a table. A count that equals the limit means "at least this number". Ages
-and lags are seconds.
+The database counts, so each number is exact. A count of keys or jobs reads the rows of one partial
+index: its cost depends on the number of unfinished keys or of staged jobs, and not on the number of
+finished keys. Ages and lags are seconds.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from django.db.models import BooleanField, ExpressionWrapper, F, Q
+from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Max, Q, Value, When
 from django.db.models.functions import Now
 
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
@@ -20,9 +20,11 @@ from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring.heartbeats import SILENT_SECONDS
 
-#: The maximum number of rows of a kind that are read. Larger numbers would not change the required
-#: action.
-COUNT_LIMIT = 10_000
+#: The maximum number of heartbeats that are read, the youngest first.
+MAX_HEARTBEATS = 10_000
+#: The ages in seconds at which the spans of an age begin. A span is the index of its begin; the
+#: span of a negative age is -1.
+SPANS = (0, 300, 3600, 86400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class UnfinishedKeys:
     count: int
     by_state: Counter[str]
     stuck_by_code: Counter[str]
-    ages_by_point: dict[str, list[float]]
+    spans_by_point: dict[str, Counter[int]]
     oldest: float
     completer_lag: float
     stuck_for: float
@@ -46,12 +48,12 @@ class UnfinishedKeys:
 
 @dataclass(frozen=True, slots=True)
 class StagedJobs:
-    """The staged jobs. ``waiting`` has the seconds since each job was due (negative for a job that
-    is not due yet), without failed jobs. ``oldest`` is the largest of these values, or 0.
+    """The staged jobs. ``waiting`` has the number of jobs in each span of the time for which they
+    have been due, without failed jobs. ``oldest`` is the longest of these times, or 0.
     ``not_deleted`` is the number of waiting jobs that the broker has, but whose rows could not be
     deleted."""
 
-    waiting: list[float]
+    waiting: Counter[int]
     due: int
     oldest: float
     not_deleted: int
@@ -76,44 +78,62 @@ def _is_for_review(code: str) -> bool:
     return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
-def stuck_kinds(stuck: Any) -> tuple[Any, Any]:
-    """Return the stuck keys that need manual review, and the other stuck keys."""
-    is_of_client = Q(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
-    return stuck.exclude(is_of_client), stuck.filter(is_of_client)
-
-
-def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
-    """Return the measurements of the unfinished keys among ``every``, a queryset, from one query.
-    If that query returns ``limit`` rows, use one query for each kind of key, so that each kind is
-    measured."""
-    keys: Any = every.unfinished().with_state().order_by("created_at")
-    open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
-    keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
-    keys = keys.annotate(stuck_for=Now() - F("stuck_at"))
-    columns = ("state", "stuck_code", "recovery_point", "age", "lag", "open", "stuck_for")
-    keys = keys.values_list(*columns, named=True)
-    rows = list(keys[:limit])
-    if len(rows) == limit:
-        others = (KeyState.IN_FLIGHT, KeyState.ACKNOWLEDGED, KeyState.ABANDONED, KeyState.WAITING)
-        kinds = [
-            *stuck_kinds(keys.filter(state=KeyState.STUCK)),
-            *(keys.filter(state=state) for state in others),
-        ]
-        rows = [row for kind in kinds for row in kind[:limit]]
-    ages: dict[str, list[float]] = {}
-    for row in rows:
-        ages.setdefault(row.recovery_point, []).append(seconds_of(row.age))
-    open_rows = [row for row in rows if row.open]
-    stuck = [row for row in rows if row.state == KeyState.STUCK]
+def unfinished_keys(every: Any) -> UnfinishedKeys:
+    """Return the measurements of the unfinished keys among ``every``, a queryset, from one
+    query."""
+    now = Now()
+    keys: Any = (
+        every.unfinished()
+        .with_state()
+        .annotate(
+            open=ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField()),
+            span=_span("created_at"),
+        )
+    )
+    ages = {"age": Max(now - F("created_at")), "lag": Max(now - due_at())}
+    groups = list(
+        counted(
+            keys, "state", "stuck_code", "recovery_point", "open", "span",
+            stuck_for=Max(now - F("stuck_at")), **ages,
+        )
+    )  # fmt: skip
+    spans: dict[str, Counter[int]] = {}
+    for row in groups:
+        spans.setdefault(row.recovery_point, Counter())[row.span] += row.number
+    of_completer = [row for row in groups if row.open]
+    stuck = [row for row in groups if row.state == KeyState.STUCK]
     return UnfinishedKeys(
-        min(len(rows), limit),
-        Counter(row.state for row in rows),
-        Counter(row.stuck_code for row in stuck),
-        ages,
-        _longest(row.age for row in open_rows),
-        _longest(row.lag for row in open_rows if row.state != KeyState.IN_FLIGHT),
+        sum(row.number for row in groups),
+        _totals((row.state, row.number) for row in groups),
+        _totals((row.stuck_code, row.number) for row in stuck),
+        spans,
+        _longest(row.age for row in of_completer),
+        _longest(row.lag for row in of_completer if row.state != KeyState.IN_FLIGHT),
         _longest(row.stuck_for for row in stuck if _is_for_review(row.stuck_code)),
     )
+
+
+def _span(since: str) -> Case:
+    """Return the expression for the span of the time since the column ``since``."""
+    whens = [
+        When(**{f"{since}__lte": Now() - timedelta(seconds=begin)}, then=Value(index))
+        for index, begin in reversed([*enumerate(SPANS)])
+    ]
+    return Case(*whens, default=Value(-1))
+
+
+def counted(rows: Any, *columns: str, **aggregates: Any) -> Any:
+    """Return a row for each group of ``rows`` with equal ``columns``: these columns, the
+    ``number`` of its rows, and the ``aggregates``."""
+    groups = rows.order_by().values(*columns).annotate(number=Count("pk"), **aggregates)
+    return groups.values_list(*columns, "number", *aggregates, named=True)
+
+
+def _totals(numbers: Iterable[tuple[Any, int]]) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for name, number in numbers:
+        found[name] += number
+    return found
 
 
 def _longest(times: Iterable[timedelta]) -> float:
@@ -122,21 +142,24 @@ def _longest(times: Iterable[timedelta]) -> float:
 
 def keys_to_reap(using: str, late_seconds: int) -> int:
     """Return the number of keys that should have been deleted ``late_seconds`` ago."""
-    keys = IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds)
-    return keys[:COUNT_LIMIT].count()
+    return IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds).count()
 
 
-def staged_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> StagedJobs:
+def staged_jobs(jobs: Any) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
     is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
-    not_deleted = ExpressionWrapper(is_not_deleted, output_field=BooleanField())
-    ages = jobs.filter(failed_at__isnull=True).order_by("run_at")
-    rows = list(ages.values_list(Now() - F("run_at"), not_deleted)[:limit])
-    failed = jobs.filter(failed_at__isnull=False).order_by("failed_at")
-    names = Counter(failed.values_list("job_name", flat=True)[:limit])
-    waiting, kept = [age.total_seconds() for age, _ in rows], sum(row[1] for row in rows)
-    due = sum(age >= 0 for age in waiting)
-    return StagedJobs(waiting, due, max([0.0, *waiting]), kept, names)
+    waiting = jobs.filter(failed_at__isnull=True).annotate(span=_span("run_at"))
+    age, kept = Max(Now() - F("run_at")), Count("pk", filter=is_not_deleted)
+    rows = list(counted(waiting, "span", age=age, kept=kept))
+    spans = _totals((row.span, row.number) for row in rows)
+    failed = counted(jobs.filter(failed_at__isnull=False), "job_name")
+    return StagedJobs(
+        spans,
+        spans.total() - spans[-1],
+        _longest(row.age for row in rows),
+        sum(row.kept for row in rows),
+        Counter({row.job_name: row.number for row in failed}),
+    )
 
 
 def processes(using: str) -> list[Process]:
@@ -144,7 +167,7 @@ def processes(using: str) -> list[Process]:
     beats = ProcessHeartbeat.objects.using(using).order_by("-beat_at")
     youngest: dict[str, float] = {}
     found = []
-    for beat in beats.annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]:
+    for beat in beats.annotate(age=Now() - F("beat_at"))[:MAX_HEARTBEATS]:
         age = seconds_of(beat.age)
         silent = youngest.setdefault(beat.name, age) > SILENT_SECONDS
         found.append(Process(beat.name, beat.host, beat.pid, age, silent))

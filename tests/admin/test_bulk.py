@@ -11,9 +11,10 @@ from django.contrib.admin.models import DELETION, LogEntry
 from django.contrib.auth.models import Permission
 from django.db.models.functions import Now
 from django.test import Client
+from django.utils import timezone
 
 from idempotency import interventions
-from idempotency.admin import bulk, filters
+from idempotency.admin import bulk
 from idempotency.admin.keys import IdempotencyKeyAdmin
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
@@ -201,33 +202,30 @@ def test_the_ages_of_rows_are_those_at_the_time_of_the_question() -> None:
     same, grown, left = (stuck_keys(1, created_at=ago(hours=hours))[0] for hours in (2, 1.1, 24.1))
     client, url = person(), f"{ACKNOWLEDGE}?state=stuck&age=day"
     action = next(action for action in bulk_actions() if action.name == "acknowledge")
-    work = bulk.Work(as_of=ago(minutes=10).isoformat(), expected=2, more=False)
+    work = bulk.Work(as_of=ago(minutes=10).isoformat(), expected=2)
     text, _ = work_to_the_end(client, url, {"work": work.signed(action), "note": "ticket 7"})
     assert numbers(text) == [2]
     assert set(IdempotencyKey.objects.acknowledged()) == {same, left}
     assert IdempotencyKey.objects.get(pk=grown.pk).acknowledged_at is None
 
 
-def test_rows_that_come_into_a_group_of_errors_during_the_work_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A group is looked for among the oldest errors: each chunk makes room for younger ones."""
-    monkeypatch.setattr(filters, "MAX_GROUPED", 5)
+def test_jobs_that_fail_in_the_same_group_after_the_question_are_left_alone() -> None:
     for number in range(12):
         StagedJobFactory(failed_at=ago(hours=20 - number), last_error=f"OSError: order {number}")
     client, url = person(), f"{JOBS}bulk/discard/?state=failed&error_group=OSError%3A+order+%23"
     page = client.get(url)
-    assert (page.context["eligible"], page.context["more"]) == (5, False)
+    assert page.context["eligible"] == 12
+    StagedJobFactory(failed_at=timezone.now(), last_error="OSError: order 12")
     text, _ = work_to_the_end(client, url, sent_by(page))
-    assert numbers(text) == [5]
-    assert StagedJob.objects.count() == 7
+    assert numbers(text) == [12]
+    assert StagedJob.objects.count() == 1
 
 
 def test_rows_that_match_since_a_question_about_none_are_left_alone() -> None:
     client, url = person(), f"{ACKNOWLEDGE}?state=stuck&age=day"
     action = next(action for action in bulk_actions() if action.name == "acknowledge")
     stuck_keys(1, created_at=ago(hours=2))
-    work = bulk.Work(as_of="", expected=0, more=False)
+    work = bulk.Work(as_of="", expected=0)
     text, _ = work_to_the_end(client, url, {"work": work.signed(action), "note": "ticket 7"})
     assert bulk.CHANGED in text
     assert not IdempotencyKey.objects.acknowledged().exists()

@@ -233,15 +233,6 @@ def test_who_may_not_view_keys_sees_no_dashboard() -> None:
     assert staff(is_superuser=False).get(DASHBOARD).status_code == 403
 
 
-@pytest.mark.django_db
-def test_more_rows_than_are_read_are_said_to_be_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "MAX_READ", 2)
-    IdempotencyKeyFactory.create_batch(3)
-    StagedJobFactory.create_batch(3)
-    page = staff().get(DASHBOARD)
-    assert (page.context["unfinished"], page.text.count("oldest")) == (2, 2)
-
-
 PAGES = [
     KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting_for_a_retry",
     f"{KEYS}?state=finished", f"{KEYS}?state=stuck&stuck_code=view_gave_up",

@@ -2,10 +2,11 @@
 
 import pytest
 
-from idempotency.admin.error_groups import group_of
+from idempotency.admin.error_groups import ERROR, group_of, in_error_group
+from idempotency.models import IdempotencyKey
+from tests.factories import IdempotencyKeyFactory
 
-
-@pytest.mark.parametrize(
+SAME = pytest.mark.parametrize(
     ("one", "other"),
     [
         ("ValueError: no ride 17", "ValueError: no ride 4711"),
@@ -27,11 +28,7 @@ from idempotency.admin.error_groups import group_of
         ("a  b", "a b "),
     ],
 )
-def test_what_names_one_request_does_not_make_a_group(one: str, other: str) -> None:
-    assert group_of(one) == group_of(other)
-
-
-@pytest.mark.parametrize(
+DIFFERENT = pytest.mark.parametrize(
     ("one", "other"),
     [
         ("OSError: down", "ValueError: down"),
@@ -40,6 +37,14 @@ def test_what_names_one_request_does_not_make_a_group(one: str, other: str) -> N
         ("it doesn't answer, and can't", "it doesn't know, and can't"),
     ],
 )
+
+
+@SAME
+def test_what_names_one_request_does_not_make_a_group(one: str, other: str) -> None:
+    assert group_of(one) == group_of(other)
+
+
+@DIFFERENT
 def test_different_errors_are_different_groups(one: str, other: str) -> None:
     assert group_of(one) != group_of(other)
 
@@ -51,3 +56,24 @@ def test_different_errors_are_different_groups(one: str, other: str) -> None:
 def test_a_group_is_its_own_group_and_short(text: str) -> None:
     assert group_of(group_of(text)) == group_of(text)
     assert len(group_of(text)) <= 200
+
+
+def found(group: str) -> int:
+    """Return the number of keys with this group, as the filter finds them in the database."""
+    return int(in_error_group(IdempotencyKey.objects.all(), ERROR, group).count())
+
+
+@SAME
+@pytest.mark.django_db
+def test_the_database_finds_all_texts_of_a_group(one: str, other: str) -> None:
+    for text in (one, other):
+        IdempotencyKeyFactory(last_error=text)
+    assert found(group_of(one)) == 2
+
+
+@DIFFERENT
+@pytest.mark.django_db
+def test_the_database_finds_no_text_of_another_group(one: str, other: str) -> None:
+    for text in (one, other):
+        IdempotencyKeyFactory(last_error=text)
+    assert (found(group_of(one)), found(group_of(other))) == (1, 1)

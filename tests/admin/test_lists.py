@@ -117,18 +117,6 @@ def test_keys_are_filtered_by_the_group_of_their_error(staff: Client) -> None:
     assert pks(*linked) == pks(*same)
 
 
-def test_acknowledged_keys_do_not_hide_a_group_of_stuck_ones(
-    staff: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(filters, "MAX_GROUPED", 2)
-    for _ in range(3):
-        stuck(
-            "down", created_at=ago(hours=9), stuck_at=ago(hours=8), acknowledged_at=timezone.now()
-        )
-    key = stuck("down")
-    assert listed(staff, {"error_group": "down", "state": "stuck"}) == pks(key)
-
-
 def test_failed_jobs_are_filtered_by_the_group_of_their_error(staff: Client) -> None:
     job = StagedJobFactory(failed_at=timezone.now(), last_error="OSError: no route to 10.0.0.1")
     StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: 1")

@@ -39,7 +39,7 @@ from idempotency.exceptions import (
 from idempotency.jobs import stage_job
 from idempotency.management import loop
 from idempotency.models import IdempotencyKey
-from idempotency.monitoring import doctor, heartbeats, measures
+from idempotency.monitoring import doctor, heartbeats
 from idempotency.operations import Operation, operation
 from idempotency.phases import ClaimedKey
 from idempotency.reaper import MESSAGE_RETENTION
@@ -220,7 +220,6 @@ def test_a_time_of_the_code_is_on_the_page(page: str, seconds: float) -> None:
         ("how-to/hand-the-key-on.md", len(derived()), "hexadecimal digits|characters"),
         ("how-to/hand-the-key-on.md", DEFAULTS.RETENTION_HOURS, ""),
         ("how-to/hand-the-key-on.md", DEFAULTS.MISMATCH_STATUS, ""),
-        ("how-to/metrics-and-alerts.md", measures.COUNT_LIMIT, "rows"),
         ("how-to/move-from-django-idempotency-key.md", DEFAULTS.KEY_MAX_LENGTH + 1, "characters"),
         ("how-to/move-from-django-idempotency-key.md", DEFAULTS.MISMATCH_STATUS, ""),
         ("how-to/prepare-a-request.md", stored_request.MAX_KEPT_BYTES, "bytes"),

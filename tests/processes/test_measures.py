@@ -1,7 +1,6 @@
 """The measurements: the dashboard, the doctor and the metrics tell the same numbers of the same
 rows."""
 
-from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -9,7 +8,6 @@ import pytest
 from django.test import Client
 from django.utils import timezone
 
-from idempotency.admin import error_groups
 from idempotency.contrib.prometheus import DatabaseCollector
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring import measures
@@ -99,43 +97,6 @@ def test_a_rebuilt_request_that_is_refused_is_stuck_and_pages_nobody() -> None:
     IdempotencyKeyFactory(**stuck("refused_when_rebuilt"))
     keys = measures.unfinished_keys(IdempotencyKey.objects.all())
     assert (keys.by_state["stuck"], keys.for_review) == (1, 0)
-
-
-def test_acknowledged_keys_which_stay_for_ever_hide_no_younger_one() -> None:
-    IdempotencyKeyFactory.create_batch(
-        3, **stuck() | {"created_at": ago(days=9)}, acknowledged_at=timezone.now()
-    )
-    IdempotencyKeyFactory(**stuck())
-    IdempotencyKeyFactory(**OLD)
-    keys = measures.unfinished_keys(IdempotencyKey.objects.all(), limit=2)
-    assert (
-        keys.count,
-        keys.by_state["acknowledged"],
-        keys.by_state["stuck"],
-        keys.by_state["abandoned"],
-    ) == (2, 2, 1, 1)
-    assert keys.completer_lag > 60
-
-
-@pytest.mark.parametrize("kind", ["refused when rebuilt", "waiting"])
-def test_older_keys_that_need_nobody_hide_no_stuck_one(kind: str) -> None:
-    older: dict[str, Any] = {"created_at": ago(days=2)}
-    older |= (
-        stuck("refused_when_rebuilt")
-        if kind != "waiting"
-        else {"next_run_at": timezone.now() + timedelta(hours=1)}
-    )
-    IdempotencyKeyFactory.create_batch(3, **older | {"created_at": ago(days=2)})
-    IdempotencyKeyFactory(**stuck())
-    IdempotencyKeyFactory(**OLD)
-    keys = measures.unfinished_keys(IdempotencyKey.objects.all(), limit=2)
-    assert (keys.for_review, keys.by_state["abandoned"]) == (1, 1)
-    assert keys.stuck_for > 0
-    assert keys.completer_lag > 60
-    assert "call_in_doubt" in {
-        group.cause
-        for group in error_groups.groups_of_stuck_keys(IdempotencyKey.objects.all(), limit=2)
-    }
 
 
 def test_a_key_that_is_due_is_late_and_one_that_a_run_holds_is_not() -> None:
