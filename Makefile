@@ -161,11 +161,10 @@ mutants:
 # The docs as HTML in .run/docs, warnings as errors, in an environment of their own. FULL=1: all guides too, each in an environment
 # that has only what the guide installs.
 docs:
-	@$(MAKE) -s .venv-docs/docs.stamp || { echo "docs: FAILED 2"; exit 2; }
+	@$(MAKE) -s .venv-docs/docs.stamp $(if $(FULL),.venv/test.stamp) || { echo "docs: FAILED 2"; exit 2; }
 	@$(steps); \
 	step .venv-docs/bin/python -m sphinx -nWqE --keep-going docs .run/docs; \
-	if [ -n "$(FULL)" ]; then $(MAKE) -s .venv/test.stamp; \
-		step env GUIDES=all $(PY) -m pytest -q tests/docs/test_howtos_as_printed.py -k installs $(WORKERS) $(PYTEST_ARGS); fi; \
+	$(if $(FULL),step env GUIDES=all $(PY) -m pytest -q tests/docs/test_howtos_as_printed.py -k installs $(WORKERS) $(PYTEST_ARGS);) \
 	$(call end,docs)
 
 .venv-docs/docs.stamp: requirements/docs.txt
