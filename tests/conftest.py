@@ -33,6 +33,14 @@ PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()
 ORDER = os.environ.get("TEST_ORDER", "")
 #: Tests that need control of their own connection, which a pooler does not give.
 NOT_BEHIND_A_POOLER = {
+    "test_the_tables_are_those_of_a_new_project": "it sets what belongs to a session",
+    "test_a_retry_gets_the_response_of_the_release_or_continues": (
+        "it sets what belongs to a session"
+    ),
+    "test_the_completer_finishes_what_the_release_left_unfinished": (
+        "it sets what belongs to a session"
+    ),
+    "test_results_jobs_and_messages_of_the_release_are_found": "it sets what belongs to a session",
     "test_two_schemas_of_one_database_are_two": "it sets what belongs to a session",
     "test_a_role_that_may_read_nothing_but_the_tables_is_enough": "a pooler chooses the role",
     "test_a_result_is_written_on_a_new_connection_when_the_old_one_broke": (

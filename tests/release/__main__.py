@@ -1,0 +1,64 @@
+"""Write ``frozen.json``, or check the tree of a tag."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import django
+from django.core.serializers.json import DjangoJSONEncoder
+from django.utils import timezone
+
+import idempotency
+from tests.kit.packages import ROOT
+from tests.release.frozen import FROZEN, migrations, read
+
+
+def write() -> None:
+    if FROZEN.exists() and _is_tagged(version := read()["version"]):
+        sys.exit(
+            f"Version {version} is tagged: its migrations are frozen. Change the tables with a new"
+            " migration, and set __version__ before you freeze the next release."
+        )
+    os.environ |= {"DJANGO_SETTINGS_MODULE": "tests.settings", "DATABASE_URL": "sqlite://:memory:"}
+    django.setup()
+    from tests.release import rows
+
+    frozen = {
+        "version": idempotency.__version__,
+        "written_at": timezone.now(),
+        "migrations": migrations(),
+        "rows": rows.made(),
+    }
+    FROZEN.write_text(json.dumps(frozen, indent=1, cls=DjangoJSONEncoder) + "\n")
+
+
+def _is_tagged(version: str) -> bool:
+    command = ["git", "tag", "--list", f"v{version}"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return bool(done.stdout.strip())
+
+
+def problems(tag: str) -> list[str]:
+    """Return why the tree may not be released as this tag."""
+    version, changes = idempotency.__version__, (ROOT / "CHANGELOG.md").read_text()
+    found = []
+    if tag != f"v{version}":
+        found.append(f"The tag is {tag}, and __version__ is {version}.")
+    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changes, re.M):
+        found.append(f"CHANGELOG.md has no section '## {version} - DATE'.")
+    unreleased = re.search(r"^## Unreleased\n(.*?)^## ", changes, re.M | re.S)
+    if unreleased is not None and unreleased[1].strip():
+        found.append("CHANGELOG.md has changes under Unreleased.")
+    frozen = read()
+    if (frozen["version"], frozen["migrations"]) != (version, migrations()):
+        found.append("frozen.json is not that of this version: run python -m tests.release.")
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        write()
+    elif found := problems(sys.argv[1]):
+        sys.exit("\n".join(found))
