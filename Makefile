@@ -164,6 +164,7 @@ docs:
 	@$(MAKE) -s .venv-docs/docs.stamp $(if $(FULL),.venv/test.stamp) || { echo "docs: FAILED 2"; exit 2; }
 	@$(steps); \
 	step .venv-docs/bin/python -m sphinx -nWqE --keep-going docs .run/docs; \
+	step .venv-docs/bin/python tests/docs/search.py .run/docs; \
 	$(if $(FULL),step env GUIDES=all $(PY) -m pytest -q tests/docs/test_howtos_as_printed.py -k installs $(WORKERS) $(PYTEST_ARGS);) \
 	$(call end,docs)
 

@@ -11,10 +11,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"DJANGO_SETTINGS_MODULE": "rides_demo.settings", "DATABASE_URL": "sqlite://:memory:"}
 django.setup()
 
+from idempotency import __version__  # noqa: E402
+
 project = "django-idempotency"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
-html_title = project
+version = release = __version__
+html_title = f"{project} {release}"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 # The names of types are for type checkers; the meaning of an argument is in the docstring.
