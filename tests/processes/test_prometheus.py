@@ -18,6 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from idempotency import signals
 from idempotency.contrib.prometheus import OUTCOMES, PHASE_SECONDS, DatabaseCollector
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyReused, KeyStuck
