@@ -348,6 +348,6 @@ def test_every_metric_of_the_alert_rules_exists() -> None:
 def test_every_rule_says_what_to_do_and_what_it_waits_for_is_there_from_the_start() -> None:
     for rule in RULES:
         assert {"alert", "expr", "labels", "annotations"} <= rule.keys()
-        assert {"summary", "action"} == rule["annotations"].keys()
+        assert {"summary", "action", "runbook_url"} == rule["annotations"].keys()
         assert rule["labels"]["severity"] in ("page", "ticket")
     assert ("replayed", "") in counted()
