@@ -23,7 +23,7 @@ WHOLE = (
         "several_databases",
         "savepoints",
     ),
-    *("view", "_http/work", "responses", "replays", "stored_request", "bodies", "inbox"),
+    *("view", "_http/work", "responses", "replays", "stored_request", "_http/bodies", "inbox"),
     *(
         "_operations/work",
         "_operations/call",
@@ -32,6 +32,7 @@ WHOLE = (
         "results",
         "definition",
         "deploys",
+        "idempotency/operations",
     ),
     *("enqueuer", "_batch", "_hand_over", "_outcomes", "completer"),
 )

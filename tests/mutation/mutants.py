@@ -195,15 +195,16 @@ class Mutant:
         return hashlib.sha256(f"{self.module}\n{self.text}".encode()).hexdigest()
 
 
-def mutants_of(name: str) -> list[Mutant]:
-    """Return the mutants of a module, or a sample of them that the seed determines."""
+def mutants_of(name: str, *, whole: bool = False) -> list[Mutant]:
+    """Return the mutants of a module. Without ``whole``, return a sample of them that the seed
+    determines, if the module is sampled."""
     (module,) = (
         str(found.relative_to(ROOT))
         for found in (ROOT / "idempotency").glob("**/*.py")
         if found.with_suffix("").as_posix().endswith(f"/{name}") and "testing" not in found.parts
     )
     found = list(mutants(module, (ROOT / module).read_text()))
-    if len(found) <= SAMPLED.get(name, len(found)):
+    if whole or len(found) <= SAMPLED.get(name, len(found)):
         return found
     drawn = sorted(random.Random(SEED).sample(range(len(found)), SAMPLED[name]))
     return [found[number] for number in drawn]
