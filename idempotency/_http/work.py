@@ -99,7 +99,13 @@ class ViewWork:
     # What is stored
 
     def require_storable(self, value: HttpResponseBase) -> None:
-        if not (responses.is_storable(value) or responses.is_refusal(value)):
+        try:
+            storable = responses.is_storable(value) or responses.is_refusal(value)
+        except AttributeError as error:
+            raise TypeError(
+                f"phase.set_response() got {type(value).__name__}, not a response."
+            ) from error
+        if not storable:
             raise ResponseNotCommitted(
                 f"A response with status {value.status_code} is never stored. Return it outside the"
                 " phase: the key is released, and a retry continues from the last recovery point."

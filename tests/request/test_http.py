@@ -639,6 +639,15 @@ def test_a_missing_migration_is_named_with_its_cure(
     assert "run manage.py migrate --database default" in caplog.text
 
 
+@pytest.mark.parametrize("value", [None, {"id": 1}])
+def test_a_phase_that_stores_no_response_is_named(
+    value: Any, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(view=phased(lambda request: value))
+    assert sender.send().status_code == 500
+    assert f"set_response() got {type(value).__name__}, not a response." in caplog.text
+
+
 def test_a_forgotten_return_is_named_with_the_line_that_is_missing(
     serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
