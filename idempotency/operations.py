@@ -253,7 +253,7 @@ def operation(
     def decorate(function: Callable[..., Any]) -> Operation[Any, Any]:
         path = f"{function.__module__}.{function.__qualname__}"
         steps = Steps(Step(function, call, after), undo, given or path)
-        if not given and (steps.is_phased or "<" in path):
+        if not given and (steps.is_phased or "<" in path or path.startswith("__main__.")):
             raise TypeError(
                 f"The operation {path} needs a name, which is stored in its keys: write"
                 f' @operation("app.{function.__name__}", ...).'

@@ -193,6 +193,15 @@ def test_local_functions_and_lambdas_need_names_because_they_share_a_path() -> N
         operation(lambda: None)
 
 
+def test_a_function_of_a_script_needs_a_name_because_its_module_has_two() -> None:
+    def credit() -> None:
+        """Do nothing."""
+
+    credit.__module__, credit.__qualname__ = "__main__", "credit"
+    with pytest.raises(TypeError, match="needs a name"):
+        operation(credit)
+
+
 @pytest.mark.parametrize("code", [404, None])
 def test_a_refusal_with_a_code_that_is_no_text_is_stored(code: Any) -> None:
     def noted(*, name: str, fails: str = "") -> None:
