@@ -46,7 +46,7 @@ class Idempotent(Protocol[Given]):
 
 
 def takes(options: Callable[Given, Options]) -> Callable[[Callable[..., Any]], Idempotent[Given]]:
-    """Give a decorator the signature of its options, for type checkers and ``inspect``."""
+    """Set the fields of the options as the signature of a decorator, for type checkers."""
 
     def declare(decorator: Any) -> Any:
         view = Parameter(
@@ -104,7 +104,7 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     Raises TypeError or ValueError for invalid options.
     In an outer transaction, for example of a middleware, a plain view is a savepoint and commits
     with the outer one.
-    Raises RuntimeError at the request of a phased view if a transaction is already open.
+    A request of a phased view raises RuntimeError if a transaction is already open.
     """
     if unknown := given.keys() - {field.name for field in fields(Options)}:
         name, known = min(unknown), [field.name for field in fields(Options)]

@@ -139,9 +139,9 @@ class Unavailable(IdempotencyError, OperationalError):
 
 
 class NotReplicated(Unavailable):
-    """A synchronous standby has not confirmed a commit, which a failover could lose (setting
-    CONFIRM_REPLICATED). Retry later: the retry first waits until a standby has confirmed the
-    commit. The log and ``idempotency_doctor`` name the cause."""
+    """A synchronous standby has not confirmed a commit of this request, so a failover could lose
+    that commit (setting CONFIRM_REPLICATED). Retry later: the retry first waits until a standby has
+    confirmed the commit. The log and ``idempotency_doctor`` name the cause."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message, code="not_replicated")
@@ -179,7 +179,7 @@ class Unfinished(IdempotencyError):
 class CallNotRecorded(IdempotencyError):
     """A block of key.call(name, at_most_once=True) ended without call.record(), so a retry could
     not know its result. End the block with call.record(result). If the call took no effect, use
-    call.retryable() and end no phase after it: a retry then calls again."""
+    call.retryable(), and do not commit a phase after it: a retry then calls again."""
 
 
 class KeyStuck(IdempotencyError):

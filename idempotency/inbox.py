@@ -130,8 +130,8 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
 
 
 def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> None:
-    """Raise if the transaction is broken or another one. Otherwise its rollback would pass
-    silently."""
+    """Raise if the transaction is broken, or is not the one that the block opened. Without this
+    error, nobody would notice its rollback."""
     # SQLite has no settings.
     sql = f"SELECT {MARKER}" if connection.vendor == "postgresql" else "SELECT ''"
     try:

@@ -131,8 +131,9 @@ def call_job(name: str, args: JobArgs, *, using: str | None = None) -> Any:
 def function_of(name: str) -> Callable[..., Any]:
     """Return the function of a job; for a task of Django, its function.
 
-    Raises JobNotAllowed if it cannot be imported, or if JOB_MODULES does not permit its module,
-    which is then not imported. The module that defines the function must be permitted too.
+    Raises JobNotAllowed if the function cannot be imported.
+    Raises JobNotAllowed before the import if JOB_MODULES does not permit the module in ``name``.
+    Raises JobNotAllowed if JOB_MODULES does not permit the module that defines the function.
     """
     refuse_module(name, name.rpartition(".")[0])
     try:

@@ -239,7 +239,7 @@ def views_to_check() -> Iterator[Protected]:
 
 
 def allowed_methods(view: View) -> set[str]:
-    """Return the methods that its class and Django's ``require_http_methods`` permit."""
+    """Return the methods that the class of the view and ``require_http_methods`` permit."""
     allowed = set(_METHODS)
     for find in METHODS:
         if (found := find(view)) is not None:

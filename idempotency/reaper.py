@@ -89,8 +89,8 @@ def reap_once(
     after 8 days. It keeps the message of a job that is still staged, and deletes a failed job that
     took effect later. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A
     key that cannot be deleted is kept, for example because a row or a trigger of the project
-    protects it; the reason is logged. If time limits prevent the deletion of a whole batch, a table
-    seems to be locked, and the pass leaves the later keys to the next one.
+    protects it; the reason is logged. If time limits prevent the deletion of a whole batch, another
+    transaction probably locks a table: the pass ends, and the next pass deletes the later keys.
 
     Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their
     creation or from the last hand-back. If no run holds an overdue key, ``on_abandon`` of its view
@@ -216,9 +216,9 @@ def _page(
 
 
 def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[str]:
-    """Delete those of these keys that are expired, in one transaction, and count them. If some
-    cannot be deleted, halve the list until these are found, and keep them. A trigger or a signal
-    receiver of the project may refuse with any error."""
+    """Delete the expired keys of ``pks`` in one transaction, and count them. If a key cannot be
+    deleted, halve the list until this key is found, and keep the key. A trigger or a signal
+    receiver of the project may raise any error."""
     keys, locked = IdempotencyKey.objects.using(alias), False
     committed: list[bool] = []
     try:

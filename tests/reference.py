@@ -64,11 +64,11 @@ NOTES = {
         "The headers that a second run of a phased view needs, and the values of `keep=`. No"
         " credentials and no cookies."
     ),
-    "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
+    "IdempotencyKey.request_fingerprint": "A version and a hash of method, path, query and body.",
     "IdempotencyKey.seed": "Random bytes, from which `derive()` makes downstream keys.",
     "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",
     "IdempotencyKey.last_error": "The error of the last run that failed.",
-    "StagedJob.id": "Ordered by time; the id that the broker knows the job by.",
+    "StagedJob.id": "Ordered by time; also the id of the job in the broker.",
     "StagedJob.last_error": "The error of the last hand-over that was refused.",
     "StagedJob.idempotency_key": "The request that staged it.",
     "DownstreamCall.key": "The request that made it.",

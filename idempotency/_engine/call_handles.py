@@ -69,7 +69,8 @@ class AtMostOnceCall(KeyedCall):
 
         After ``retryable()``, return a status that is not stored, or raise an exception. A later
         phase of this run cannot commit: it raises CallNotRecorded. If you call a second service
-        instead, ``record()`` the refusal of the first: a retry must not call the first again.
+        instead, do not use ``retryable()``: ``record()`` the refusal of the first service, so that
+        no retry calls the first service again.
         """
         self.may_be_repeated = True
 

@@ -155,10 +155,10 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
         ``call.due``, call the service and then ``call.record(result)``. The intent to call is
         committed before the block. When the block ends, also by an exception, the recorded result
         is committed. It is committed even if another claim has taken over the key, because the call
-        was made. If a failover has lost the intent, the end of the block writes it again, even
-        without a result. If the block recorded nothing, and the view catches the exception of the
-        block and continues, the next phase or call raises CallInDoubt. After ``call.retryable()``
-        the next phase raises CallNotRecorded.
+        was made. If a failover has lost the row of the intent, the end of the block inserts the row
+        again. After a block without a recorded result, the next phase or call raises CallInDoubt,
+        even if the view catches the exception of the block. After ``call.retryable()`` the next
+        phase raises CallNotRecorded.
 
         Raises the errors of ``derive()``.
         Raises CallInDoubt if an at-most-once call of the key was begun before and has no recorded

@@ -84,13 +84,14 @@ class StopSignal:
 
 
 class Loop:
-    """Repeat the passes of one kind until a signal arrives, in one or more threads. None waits for
-    another one.
+    """Repeat the passes of one kind until a signal arrives, in one or more threads. No thread waits
+    for another thread.
 
     After a failed pass the loop retries on a new connection, and logs the first failure and the
     recovery. The loop calls ``say`` with the counts of each pass unless all counts are 0. It renews
-    the heartbeat in the database ``using`` while it waits and between the batches of a pass, but
-    not between a failed pass and the next successful one. While it waits, it has no connection.
+    the heartbeat in the database ``using`` while it waits and between the batches of a pass. After
+    a failed pass, it renews the heartbeat only when a pass succeeds. While the loop waits, it has
+    no connection.
     """
 
     def __init__(

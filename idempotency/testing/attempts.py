@@ -1,5 +1,5 @@
-"""Run two requests at once, each in its own thread with its own connections. Each pauses where the
-other must run first."""
+"""Run two requests at once, each in its own thread with its own connections. Each request pauses
+at the boundary where the other request must run first."""
 
 import threading
 import time
@@ -106,7 +106,7 @@ class Attempt:
             self._go.set()
 
     def settle(self) -> None:
-        """Return when the attempt has ended, has paused, or waits for a lock of the other
+        """Wait until the attempt has ended, has paused, or waits for a lock of the other
         attempt."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._stands.wait(_LOOK_SECONDS):

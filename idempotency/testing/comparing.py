@@ -3,7 +3,7 @@ values are replaced.
 
 Ids become names (``<shop.Order 1>``), in rows, jobs and answers alike. Times become ``<time>``. Any
 other value that differs between two undisturbed runs is random. Equal random values get the same
-name, so places that had equal values must have equal values again.
+name. If two places have the same random value in one run, they must have equal values in each run.
 """
 
 import re

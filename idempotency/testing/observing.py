@@ -244,8 +244,8 @@ def _cut(connection: BaseDatabaseWrapper) -> None:
 
 
 def _revive(run: Run) -> None:
-    """Replace each connection that was cut by a new connection, as in a new process. Return when
-    the server has ended the old connections."""
+    """Replace each connection that was cut by a new connection, as in a new process. Wait until the
+    server has ended the old connections."""
     for connection, cut, pid in run.cut:
         if connection.connection is not None and connection.vendor != "sqlite":
             connection._close()  # type: ignore[attr-defined]

@@ -156,8 +156,8 @@ class Stage:
         return answer
 
     def _complete(self) -> IdempotencyKey | None:
-        """Let the completer run the request. Return the key if it is neither finished nor stuck
-        afterwards, and if it is stuck because the completer does not know its sender.
+        """Let the completer run the request. Return the key if it is unfinished afterwards, or if
+        it is stuck because the completer does not know its sender. Return None for other keys.
 
         A key without any effect, or without a stored body, is not returned if its view has
         ``on_abandon``: the reaper settles the key.
