@@ -295,9 +295,5 @@ def _parameters(request: ClaimedRequest, using: str) -> Parameters:
 
 def _of_claim(claimant: str, using: str) -> dict[str, Any]:
     token = uuid.uuid4()
-    return {
-        "token": token,
-        "claim_token": token_parameter(token, using),
-        "event": HistoryEvent.CLAIMED,
-        "detail": claimant,
-    }
+    tokens = {"token": token, "claim_token": token_parameter(token, using)}
+    return {**tokens, "event": HistoryEvent.CLAIMED, "detail": claimant}
