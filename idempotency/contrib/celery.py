@@ -51,7 +51,8 @@ def _retry_of_option(self: Task, *args: Any, **options: Any) -> Any:
     given = Arguments(args, options)
     del args, options
     # Celery makes a subclass of the task's base, whose attributes are the options.
-    return _retry(super(type(self), self).retry, given)
+    owners: Any = [it for it in type(self).__mro__ if vars(it).get("retry") is _retry_of_option]
+    return _retry(super(owners[-1], self).retry, given)
 
 
 #: The options of a task that calls an operation: ``@shared_task(**RETRIES)``. The broker keeps the

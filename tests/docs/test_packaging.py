@@ -51,6 +51,7 @@ EXTRAS = {
     "drf": ("idempotency.contrib.rest_framework", ["rest_framework"]),
     "ninja": ("idempotency.contrib.ninja", []),
     "prometheus": ("idempotency.contrib.prometheus", []),
+    "rabbitmq": ("idempotency.contrib.rabbitmq", []),
     "requests": ("idempotency.client._requests", []),
     "rq": ("idempotency.contrib.rq", ["django_rq"]),
     "spectacular": ("idempotency.contrib.spectacular", ["drf_spectacular"]),

@@ -1,0 +1,149 @@
+"""Staged jobs for RabbitMQ without Celery, through pika: a backend, and the callback of a consumer.
+
+A message is persistent, and the broker confirms it. Its ``message_id`` is the id of the job, and
+its body is the JSON object ``{"job_name": ..., "job_args": ..., "using": ...}``.
+"""
+
+import json
+import logging
+import threading
+from asyncio import CancelledError
+from contextlib import suppress
+from typing import Any
+
+import pika  # type: ignore[import-untyped]
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.db import close_old_connections
+from pika import exceptions as errors
+from pika.adapters.utils.connection_workflow import (  # type: ignore[import-untyped]
+    AMQPConnectorException,
+)
+
+from idempotency._async import in_own_context
+from idempotency._hidden import Hidden
+from idempotency._job_run import job_run
+from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
+from idempotency.jobs import call_job, shard_of
+from idempotency.models import StagedJob
+
+logger = logging.getLogger("idempotency")
+
+#: The broker ends a connection without a message for two of these. A confirmation that does not
+#: come is noticed after the same time.
+_HEARTBEAT_SECONDS = BROKER_TIMEOUT_SECONDS // 2
+#: The connection is lost or cannot be made, or the broker has closed it.
+_LOST = (
+    errors.AMQPConnectionError,
+    errors.ChannelWrongStateError,
+    AMQPConnectorException,
+    OSError,
+)
+
+
+class RabbitMQBackend(OneByOne):
+    """Publish staged jobs to the queues of the broker ``settings.RABBITMQ_URL``. Consumers run them
+    with ``on_message``.
+
+    The queue of a staged job is the name of a queue of RabbitMQ, which must exist. For another
+    broker make a subclass with its own ``url``.
+    """
+
+    runs_functions = True
+    uses_database = False
+    #: A consumer does not retry: a failed job is handed over again after waits that double. Ten
+    #: hand-overs take 8.5 hours.
+    follow_up_seconds: float | None = 30
+    #: An AMQP URL; None is ``settings.RABBITMQ_URL``.
+    url: str | None = None
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    def hand_over_one(self, queue: str, job: StagedJob) -> None:
+        """Publish one message, and wait for the confirmation of the broker.
+
+        Raises BrokerUnavailable if the broker cannot be reached, or if the queue is full.
+        Raises LookupError if the broker has no such queue.
+        """
+        body = Hidden(
+            json.dumps(
+                {"job_name": job.job_name, "job_args": job.job_args, "using": shard_of(job)}
+            ).encode()
+        )
+        properties = pika.BasicProperties(
+            message_id=str(job.pk), content_type="application/json", delivery_mode=2
+        )
+        was_connected = hasattr(self._thread, "channel")
+        try:
+            self._channel().basic_publish("", queue, body.value, properties, mandatory=True)
+        except errors.UnroutableError:
+            raise LookupError(
+                f"RabbitMQ has no queue {queue!r}. Declare it, durable and of the type quorum, and"
+                " start a consumer for it. Or stage these jobs on another queue."
+            ) from None
+        except errors.NackError as error:
+            raise BrokerUnavailable(f"The queue {queue!r} of RabbitMQ is full.") from error
+        except errors.ChannelClosedByBroker:  # because of this message
+            self._disconnect()
+            raise
+        except _LOST as error:
+            self._disconnect()
+            if was_connected:  # The connection may have been lost before this job.
+                return self.hand_over_one(queue, job)
+            raise BrokerUnavailable(
+                f"RabbitMQ takes no jobs at the moment: {error or type(error).__name__}"
+            ) from error
+
+    def _channel(self) -> Any:
+        """Return this thread's channel, whose messages are confirmed."""
+        if not hasattr(self._thread, "channel"):
+            connection = pika.BlockingConnection(self._parameters())
+            self._thread.channel = connection.channel()
+            self._thread.channel.confirm_delivery()
+        return self._thread.channel
+
+    def _parameters(self) -> pika.URLParameters:
+        address = Hidden(self.url or getattr(settings, "RABBITMQ_URL", None))
+        if not address.value:
+            raise ImproperlyConfigured(
+                'RabbitMQBackend needs the address of the broker: RABBITMQ_URL = "amqp://user:'
+                'password@host:5672/%2F" in the settings.'
+            )
+        parameters = pika.URLParameters(address.value)
+        parameters.heartbeat = _HEARTBEAT_SECONDS
+        parameters.socket_timeout = parameters.stack_timeout = _HEARTBEAT_SECONDS
+        parameters.blocked_connection_timeout = _HEARTBEAT_SECONDS
+        return parameters
+
+    def _disconnect(self) -> None:
+        """Close this thread's connection, which may be broken already."""
+        with suppress(Exception):
+            vars(self._thread).pop("channel").connection.close()
+
+
+@in_own_context
+def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
+    """Run the job of a message once, and acknowledge the message: the callback of
+    ``channel.basic_consume``, without ``auto_ack``.
+
+    On return the effects of the job are committed. If the job raises, they are rolled back, the
+    error is logged, and the message is rejected, which a dead letter exchange of the queue gets.
+    The enqueuer hands the job over again. A message that is not of RabbitMQBackend is rejected too.
+    """
+    close_old_connections()
+    content = Hidden(body)
+    del body
+    try:
+        job = Hidden(json.loads(content.value))
+        name, using = job.value["job_name"], job.value["using"]
+        with job_run(name, properties.message_id, using) as first:
+            if first:
+                call_job(name, job.value["job_args"], using=using)
+    except (Exception, CancelledError):
+        logger.exception("the job %s of RabbitMQ failed", properties.message_id)
+        channel.basic_reject(method.delivery_tag, requeue=False)
+    else:
+        channel.basic_ack(method.delivery_tag)
+    finally:
+        close_old_connections()

@@ -1,0 +1,247 @@
+"""Staged jobs on a real RabbitMQ, with pika and with Celery: nothing is lost, each effect comes
+once."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pika
+import pytest
+from django.conf import settings
+from pika.exceptions import AMQPError
+from pytest_django import Settings
+
+from idempotency.contrib.rabbitmq import on_message
+from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
+from idempotency.models import ProcessedMessage, StagedJob
+from rides_demo.processes.process import Process
+from tests.factories import StagedJobFactory
+from tests.kit.ageing import ago
+from tests.kit.chance import chance
+from tests.kit.commands import environment
+from tests.kit.debian import NotToBeHad
+from tests.kit.rabbitmq import RabbitMQ, rabbitmq
+from tests.kit.waiting import eventually
+from tests.models import Entry
+from tests.processes.service import JOB
+
+pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
+
+QUORUM = {"x-queue-type": "quorum"}
+JOBS, KILLS = 300, 12
+QUEUES = {"pika": "killed", "celery": "default"}
+BACKENDS = {"pika": "Backend", "celery": "CeleryOnRabbitMQ"}
+CONSUMER = (
+    "import django; django.setup()\nimport runpy; runpy.run_module({!r}, run_name='__main__')"
+)
+MODULE = "tests.processes.queue_rabbitmq"
+ENQUEUER = "enqueue_jobs --loop --interval 0.1 --batch-size 25"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
+    """Yield a running broker."""
+    try:
+        broker = rabbitmq(tmp_path_factory.mktemp("rabbitmq"))
+    except NotToBeHad as error:
+        pytest.skip(str(error))
+    with broker:
+        yield broker
+
+
+@pytest.fixture
+def queue(server: RabbitMQ, settings: Settings) -> Iterator[Callable[..., Any]]:
+    """Stage for the broker; yield a function that declares a new queue, and returns its channel and
+    its name."""
+    server.start()
+    settings.RABBITMQ_URL = server.url
+    settings.IDEMPOTENCY = {
+        "JOB_MODULES": ["tests.processes.service", "tests.kit.jobs"],
+        "ENQUEUERS": {"*": "idempotency.contrib.rabbitmq.RabbitMQBackend"},
+    }
+    opened = pika.BlockingConnection(pika.URLParameters(server.url))
+
+    def declare(**arguments: Any) -> Any:
+        channel = opened.channel()
+        channel.confirm_delivery()
+        name = f"queue-{uuid4()}"
+        channel.queue_declare(name, durable=True, arguments=QUORUM | arguments)
+        return channel, name
+
+    yield declare
+    with suppress(AMQPError):  # The broker may have been killed.
+        opened.close()
+
+
+def received(channel: Any, name: str) -> list[Any]:
+    """Run the callback of the consumer for each message of the queue; return the messages."""
+    messages = []
+    while (message := channel.basic_get(name))[0] is not None:
+        messages.append(message)
+        on_message(channel, *message)
+    return messages
+
+
+def test_a_job_takes_effect_once(queue: Callable[..., Any]) -> None:
+    channel, name = queue()
+    job = StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "once"})
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    ((method, properties, body),) = received(channel, name)
+    assert (properties.message_id, properties.delivery_mode) == (str(job.pk), 2)
+    assert json.loads(body) == {"job_name": JOB, "job_args": {"name": "once"}, "using": "default"}
+    on_message(_Deaf(), method, properties, body)
+    assert Entry.objects.count() == 1
+    StagedJob.objects.update(run_at=ago(seconds=1))
+    assert enqueue_once() == EnqueuePass()
+    assert not StagedJob.objects.exists()
+
+
+class _Deaf:
+    """A channel whose acknowledgements nobody hears."""
+
+    def basic_ack(self, tag: int) -> None:
+        """Do nothing."""
+
+
+def test_a_job_that_raises_is_handed_over_again(queue: Callable[..., Any]) -> None:
+    channel, name = queue()
+    StagedJobFactory(job_name=JOB, queue=name, job_args={"wrong": "argument"})
+    for hand_overs in (1, 2):
+        assert enqueue_once().handed_over == 1
+        assert len(received(channel, name)) == 1
+        assert StagedJob.objects.get().hand_overs == hand_overs
+        StagedJob.objects.update(run_at=ago(seconds=1))
+    assert not ProcessedMessage.objects.exists()
+
+
+def test_a_message_of_others_is_rejected(queue: Callable[..., Any]) -> None:
+    channel, name = queue()
+    for body in (b"no JSON", b"[]", b'{"job_name": 7, "job_args": {}, "using": null}'):
+        channel.basic_publish("", name, body)
+    assert len(received(channel, name)) == 3
+    assert channel.queue_declare(name, passive=True).method.message_count == 0
+
+
+def test_a_queue_that_does_not_exist_refuses_its_jobs(queue: Callable[..., Any]) -> None:
+    StagedJobFactory(job_name=JOB, queue="nowhere", job_args={"name": "nowhere"})
+    assert enqueue_once().refused == 1
+    assert "RabbitMQ has no queue 'nowhere'" in StagedJob.objects.get().last_error
+
+
+def test_a_full_queue_burns_no_attempt(queue: Callable[..., Any]) -> None:
+    _, name = queue(**{"x-max-length": 1, "x-overflow": "reject-publish"})
+    StagedJobFactory.create_batch(20, job_name=JOB, queue=name, job_args={"name": "full"})
+
+    def until_full() -> None:
+        while enqueue_once().handed_over:
+            """A quorum queue accepts some messages more than its limit."""
+
+    with pytest.raises(BrokerUnavailable):
+        until_full()
+    assert set(StagedJob.objects.values_list("failed_at", flat=True)) == {None}
+
+
+def test_a_message_that_is_too_large_does_not_hold_the_others(
+    queue: Callable[..., Any], settings: Settings
+) -> None:
+    channel, name = queue()
+    StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "x" * 140_000_000})
+    StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "small"})
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert len(received(channel, name)) == 1
+
+
+def stopped(server: RabbitMQ) -> None:
+    server.stop()
+
+
+def frozen(server: RabbitMQ) -> None:
+    os.killpg(server.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("trouble", [stopped, frozen])
+def test_a_broker_that_does_not_answer_burns_no_attempt(
+    trouble: Callable[[RabbitMQ], None], queue: Callable[..., Any], server: RabbitMQ
+) -> None:
+    _, name = queue()
+    StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "first"})
+    assert enqueue_once().handed_over == 1
+    StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "later"})
+    trouble(server)
+    try:
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    finally:
+        server.kill()
+        server.start()
+    assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
+
+    def is_handed_over() -> bool:
+        with suppress(BrokerUnavailable):  # The queue has no leader yet.
+            return enqueue_once().handed_over == 1
+        return False
+
+    eventually(is_handed_over, 60)
+
+
+class Killed:
+    """Broker, enqueuer and consumer, which start again when they end."""
+
+    def __init__(self, stack: ExitStack, folder: Path, server: RabbitMQ, kind: str) -> None:
+        given = environment(
+            DJANGO_SETTINGS_MODULE="tests.processes.settings",
+            TEST_BACKEND=f"{MODULE}.{BACKENDS[kind]}",
+            TEST_RABBITMQ_URL=server.url,
+        )
+        commands = {
+            "enqueuer": [sys.executable, "-m", "django", *ENQUEUER.split()],
+            "consumer": [sys.executable, "-c", CONSUMER.format(MODULE), kind],
+        }
+        self.processes: dict[str, Process] = {"broker": server}
+        for name, command in commands.items():
+            log = folder / f"{name}.log"
+            process = Process(
+                name, command, environment=given, folder=settings.BASE_DIR, output=log
+            )
+            self.processes[name] = stack.enter_context(process)
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.revive()
+
+    def revive(self) -> None:
+        for process in self.processes.values():
+            process.launch()
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_kills_of_broker_enqueuer_and_consumer_lose_nothing_and_repeat_nothing(
+    kind: str, server: RabbitMQ, tmp_path: Path
+) -> None:
+    drawn = chance()
+    names = [f"job {number}" for number in range(JOBS)]
+    with ExitStack() as stack:
+        processes = Killed(stack, tmp_path, server, kind)
+        for kill in range(KILLS):
+            jobs = [
+                StagedJobFactory.build(job_name=JOB, queue=QUEUES[kind], job_args={"name": name})
+                for name in names[kill::KILLS]
+            ]
+            StagedJob.objects.bulk_create(jobs)
+            threading.Event().wait(drawn.uniform(0.5, 4))
+            processes.kill(drawn.choice(["broker", "enqueuer", "enqueuer", "consumer", "consumer"]))
+
+        def done() -> bool:
+            processes.revive()
+            return not StagedJob.objects.exists() and Entry.objects.count() >= JOBS
+
+        eventually(done, 600)
+    assert Counter(Entry.objects.values_list("name", flat=True)) == dict.fromkeys(names, 1)
