@@ -7,7 +7,7 @@ from logging import LogRecord
 from traceback import walk_tb
 from typing import Any
 
-from django.utils.formats import get_format
+from django.utils.formats import get_format, number_format
 
 _MAX_ERROR_LENGTH = 2000
 _MAX_SUMMARY_LENGTH = 200
@@ -121,6 +121,15 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+class Grouped(int):
+    """A number that pages show with the separators of the language, as in ``20,000``."""
+
+    def __str__(self) -> str:
+        return number_format(int(self), force_grouping=True)
+
+    __html__ = __str__
 
 
 def with_decimal_sign(number: str) -> str:

@@ -83,6 +83,8 @@ class Button:
     possible: Callable[[Any], bool]
     press: Callable[[IdempotencyKey, dict[str, Any], str, str], Result]
     form: type[PressForm] = PressForm
+    #: Whether the button ends something that cannot be brought back.
+    is_destructive: bool = False
     #: The form for the key of an operation, if it is another one.
     operation_form: type[PressForm] | None = None
 
@@ -237,6 +239,7 @@ BUTTONS = {
         ),
         possible=lambda key: key.state == KeyState.IN_FLIGHT,
         press=_release,
+        is_destructive=True,
     ),
 }
 

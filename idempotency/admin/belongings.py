@@ -22,7 +22,7 @@ from idempotency.admin.operations import call_result
 from idempotency.admin.reading import admin_url, first_line_of, viewable
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
-from idempotency.templatetags.idempotency_admin import ago, written
+from idempotency.templatetags.idempotency_admin import ago, as_json, written
 
 logger = logging.getLogger("idempotency")
 
@@ -204,7 +204,9 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
     rows = []
     for call in calls[:MAX_LINKED]:
         result = (
-            first_line_of(str(call_result(key, call.result))) if visible else gettext(NOT_VISIBLE)
+            first_line_of(as_json(call_result(key, call.result)))
+            if visible
+            else gettext(NOT_VISIBLE)
         )
         unknown = call.recorded_at is None
         text = gettext("begun %(ago)s, result %(result)s")

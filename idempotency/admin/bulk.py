@@ -13,12 +13,14 @@ from datetime import datetime
 from time import monotonic
 from typing import Any, ClassVar
 
-from django.contrib.admin.models import CHANGE
+from django.contrib.admin.models import CHANGE, DELETION
 from django.core import signing
 from django.db.models import QuerySet, TextField, Value
 from django.db.models.functions import Cast
 from django.utils.functional import Promise
 from django.utils.translation import gettext, gettext_noop
+
+from idempotency._text import Grouped
 
 #: A chunk ends at the first of these limits. The time is far below the timeout of any web server.
 CHUNK_ROWS = 500
@@ -57,6 +59,11 @@ class BulkAction:
     others: ClassVar[str | Promise]
     #: The template that shows single rows in the confirmation, or an empty string.
     sample_template: ClassVar[str] = ""
+
+    @property
+    def is_destructive(self) -> bool:
+        """Return whether the action deletes the rows."""
+        return self.flag == DELETION
 
     def concerned(self, rows: Any) -> Any:
         """Return those of ``rows`` that the action may change; the condition has an index."""
@@ -132,8 +139,10 @@ class Work:
         """Return the number of changed rows, and the numbers of unchanged rows by reason, with
         those of ``missing``."""
         reasons = self.left | (missing or {})
-        left = [f"{count} {gettext(reason)}" for reason, count in reasons.items() if count > 0]
-        done = str(action.done % {"count": self.done})
+        left = [
+            f"{Grouped(count)} {gettext(reason)}" for reason, count in reasons.items() if count > 0
+        ]
+        done = str(action.done % {"count": Grouped(self.done)})
         if not left:
             return done
         return f"{done} {gettext('Not changed: %(reasons)s.') % {'reasons': '; '.join(left)}}"

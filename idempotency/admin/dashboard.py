@@ -144,7 +144,7 @@ def _of_keys(
         chosen = {"stuck_code": group.cause, "error_group": group.error}
         return _link("", state="stuck", **chosen, request_group=group.place)
 
-    states, stuck = keys.by_state, keys.stuck_by_code
+    states = keys.by_state
     most = max(states.values(), default=0)
     others = (KeyState.REFUSED, KeyState.FINISHED)
     return {
@@ -154,10 +154,6 @@ def _of_keys(
         "by_point": [
             (point, [bar(point, *each) for each in enumerate(AGES)])
             for point in sorted(points, key=lambda name: (name != STARTED, name))
-        ],
-        "by_code": [
-            _bar(code, count, max(stuck.values()), url, True, state="stuck", stuck_code=code)
-            for code, count in stuck.most_common()
         ],
         "groups": [(group, group_url(group)) for group in groups[:MAX_GROUPS]],
     }

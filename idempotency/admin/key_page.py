@@ -62,8 +62,10 @@ def heading(key: Any) -> str:
 
 
 def short_state(key: Any) -> str:
-    """Return the state of the key and its age, for a cell of a table: ``stuck, 9 min``."""
-    return f"{KeyState(key.state).label}, {for_how_long(key)}"
+    """Return the state of the key and its age, for a cell of a table: ``stuck for 9 min``."""
+    told = {"state": KeyState(key.state).label, "duration": for_how_long(key)}
+    is_event = key.state in (KeyState.FINISHED, KeyState.REFUSED, KeyState.ACKNOWLEDGED)
+    return (_("%(state)s %(duration)s ago") if is_event else _("%(state)s for %(duration)s")) % told
 
 
 def state_line(key: Any) -> str:

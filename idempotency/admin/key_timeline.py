@@ -86,7 +86,7 @@ class KeyTimeline:
 
     def _drawn_run(self, run: LoggedRun) -> tuple[tuple[Stretch, ...], tuple[Mark, ...]]:
         """Return the bars and the marks of a run. The bar of a call ends at the next event of the
-        run."""
+        run. The call of a lost run is drawn up to the place where the run is lost."""
         begin, last, silent = self._at(run.begin), self._at(run.last), self._silence(run)
         alive = silent if run.ending == "" else last
         events = [*run.events, Event("", "", self._begin + timedelta(seconds=alive), None)]
@@ -100,7 +100,8 @@ class KeyTimeline:
         ]
         bars = [Stretch(begin, alive), *calls]
         if run.ending == LOST:
-            bars.append(Stretch(last, silent, "silent"))
+            in_call = run.events and run.events[-1].name == HistoryEvent.CALL_BEGUN
+            bars.append(Stretch(last, silent, "unanswered" if in_call else "silent"))
             marks.append(Mark(silent, "error", event_label(LOST)))
         return tuple(bars), tuple(marks)
 

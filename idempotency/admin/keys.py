@@ -14,13 +14,12 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.timesince import timesince
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._operations.definition import METHOD
 from idempotency._states import KeyState, due_at
-from idempotency._text import cut
+from idempotency._text import cut, duration
 from idempotency.admin import dashboard, filters, recovery_points
 from idempotency.admin.bodies import PERMISSION, log_export, may_view_bodies
 from idempotency.admin.bulk_keys import Acknowledge, HandBack, Unacknowledge
@@ -181,7 +180,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     @admin.display(description=_("age"), ordering="-created_at")
     def age(self, key: Any) -> str:
-        return timesince(key.created_at, key.read_at, depth=1)
+        return duration((key.read_at - key.created_at).total_seconds())
 
     @admin.display(description=_("stuck because, last error"))
     def trouble(self, key: Any) -> SafeString:

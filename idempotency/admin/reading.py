@@ -20,7 +20,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
-from idempotency._text import summary
+from idempotency._text import Grouped, summary
 from idempotency.admin.refusals import refused
 
 #: The first page of a list and the confirmation of an action count at most this many rows.
@@ -31,11 +31,11 @@ MAX_DEPTH = 100_000
 MAX_SHOWN_CHARACTERS = 20_000
 
 
-class AtLeast(int):
-    """A lower bound of the number of rows; pages show ``5000+``."""
+class AtLeast(Grouped):
+    """A lower bound of the number of rows; pages show ``5,000+``."""
 
     def __str__(self) -> str:
-        return f"{int(self)}+"
+        return f"{super().__str__()}+"
 
     __html__ = __str__
 
@@ -60,7 +60,7 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg]
         passed = (self.page_number - 1) * self.per_page
         limit = min((2 + passed // MAX_COUNT) * MAX_COUNT if passed else MAX_COUNT, MAX_DEPTH)
         counted = rows.order_by()[: limit + 1].count()
-        return AtLeast(limit) if counted > limit else counted
+        return AtLeast(limit) if counted > limit else Grouped(counted)
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in the stubs alone

@@ -45,8 +45,8 @@ _SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A span of time, in seconds since the begin. ``kind`` is ``run``, ``call``, ``silent`` (no
-    sign of life) or ``ahead``."""
+    """A span of time, in seconds since the begin. ``kind`` is ``run``, ``call``, ``unanswered`` (a
+    call whose run is lost), ``silent`` (no sign of life) or ``ahead``."""
 
     begin: float
     end: float
@@ -186,8 +186,13 @@ def draw(
 
 
 _HATCH = SafeString(
-    '<defs><pattern id="idem-hatch" patternUnits="userSpaceOnUse" width="6" height="6"'
-    ' patternTransform="rotate(45)"><path class="idem-hatch" d="M1.5 0v6"/></pattern></defs>'
+    "<defs>"
+    + "".join(
+        f'<pattern id="{name}" patternUnits="userSpaceOnUse" width="6" height="6"'
+        f' patternTransform="rotate(45)"><path class="{name}" d="M1.5 0v6"/></pattern>'
+        for name in ("idem-hatch", "idem-hatch-unanswered")
+    )
+    + "</defs>"
 )
 
 

@@ -21,8 +21,8 @@ _NEEDED = ("finished_at", "refused_at", "stuck_at", "acknowledged_at", "last_run
 
 
 class KeyStateMixin:
-    """Show the state of the key to which a row refers, such as "stuck, 9 min", in the list and on
-    the page of the row.
+    """Show the state of the key to which a row refers, such as "stuck for 9 min", in the list and
+    on the page of the row.
 
     ::
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from django.utils.translation import gettext as _
 
-from idempotency._text import duration
+from idempotency._text import Grouped, duration
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
 
@@ -22,6 +22,8 @@ class Finding:
     code: str
     seen: str
     cure: str
+    #: The cure in the admin, if it needs no shell there.
+    in_admin: str = ""
 
 
 def of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
@@ -30,11 +32,12 @@ def of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
         yield Finding(
             "stuck_keys",
             _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
-            % {"count": keys.for_review, "duration": duration(keys.stuck_for)},
+            % {"count": Grouped(keys.for_review), "duration": duration(keys.stuck_for)},
             _(
                 "Open the admin's list of keys with the filter 'stuck': each says why, and offers"
                 " what can be done."
             ),
+            in_admin=_("Each key says why, and offers what can be done."),
         )
     if keys.completer_lag > LATE_SECONDS:
         yield Finding(
@@ -53,7 +56,7 @@ def of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
         yield Finding(
             "jobs_late",
             _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
-            % {"count": jobs.due, "duration": duration(jobs.oldest)},
+            % {"count": Grouped(jobs.due), "duration": duration(jobs.oldest)},
             _(
                 "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it"
                 " cannot reach."
@@ -63,20 +66,25 @@ def of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
         yield Finding(
             "jobs_not_deleted",
             _("Staged jobs that the broker has, but whose rows cannot be deleted: %(count)s.")
-            % {"count": jobs.not_deleted},
+            % {"count": Grouped(jobs.not_deleted)},
             _(
                 "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a"
                 " missing right. The enqueuer then deletes the rows, and sends no job again."
+            ),
+            in_admin=_(
+                "The list says why. Correct the cause, for example a trigger or a missing right."
+                " The enqueuer then deletes the rows, and sends no job again."
             ),
         )
     if failed := jobs.failed_by_name.total():
         yield Finding(
             "jobs_failed",
-            _("Staged jobs that have failed: %(count)s.") % {"count": failed},
+            _("Staged jobs that have failed: %(count)s.") % {"count": Grouped(failed)},
             _(
                 "manage.py staged_jobs list --failed says why. Correct the cause, then run"
                 " manage.py staged_jobs retry --all, or purge."
             ),
+            in_admin=_("The list says why. Correct the cause, then retry or discard the jobs."),
         )
 
 

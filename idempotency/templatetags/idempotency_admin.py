@@ -7,15 +7,36 @@ from typing import Any
 from django import template
 from django.utils import timezone
 from django.utils.html import format_html
-from django.utils.safestring import SafeString
+from django.utils.safestring import SafeString, mark_safe
+from django.utils.text import capfirst
 from django.utils.translation import gettext
 
-from idempotency._text import duration
+from idempotency._text import Grouped, duration
 
 register = template.Library()
 
 
 register.filter("humanize_seconds", duration)
+
+
+@register.filter
+def grouped(number: int) -> str:
+    """Return a number with the separators of the language."""
+    return str(Grouped(number))
+
+
+@register.filter
+def labelled(rows: Any, headers: Any) -> list[list[str]]:
+    """Return the cells of a list, each with the label of its column as ``data-label``."""
+    labels = [format_html('<td data-label="{}"', capfirst(header["text"])) for header in headers]
+    return [
+        [_labelled(cell, label) for cell, label in zip(row, labels, strict=True)] for row in rows
+    ]
+
+
+def _labelled(cell: str, label: str) -> str:
+    # Both are escaped already.
+    return cell if "action-checkbox" in cell else mark_safe(cell.replace("<td", label, 1))
 
 
 @register.filter

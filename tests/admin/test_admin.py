@@ -66,7 +66,7 @@ def test_the_state_filter_and_the_state_shown_agree(staff):
     for name, key in keys.items():
         response = staff.get(KEYS, {"state": name.replace(" ", "_")})
         assert shown(response) == {key.pk}, name
-        assert f'<td class="field-state">{name}</td>' in response.text
+        assert f'class="field-state">{name}</td>' in response.text
     assert shown(staff.get(KEYS)) == {key.pk for key in keys.values()}
 
 

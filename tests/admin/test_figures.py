@@ -53,7 +53,6 @@ def test_the_dashboard_counts_all_unfinished_keys_and_all_jobs(staff: Client) ->
     assert context["unfinished"] == UNFINISHED
     assert states["stuck"] == counted(STUCK)
     assert states["acknowledged"] == counted("acknowledged_at IS NOT NULL")
-    assert {bar.label: bar.count for bar in context["by_code"]} == counted(STUCK, by="stuck_code")
     assert {group.cause: group.count for group, _ in context["groups"]} == counted(
         STUCK, by="stuck_code"
     )

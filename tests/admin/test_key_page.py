@@ -82,12 +82,12 @@ def history(begin: float, *events: tuple[float, str, str]) -> dict[str, Any]:
 
 
 def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) -> None:
-    assert page(staff, stuck_key()).context["heading"] == "Stuck, 9 min: attempts_exhausted"
+    assert page(staff, stuck_key()).context["heading"] == "Stuck for 9 min: attempts_exhausted"
     assert page(staff, IdempotencyKeyFactory(finished=True, response_code=None)).context["heading"]
     held = IdempotencyKeyFactory(
         claim_token=uuid4(), locked_until=lock_end(), last_run_at=ago(seconds=20)
     )
-    assert re.fullmatch(r"In flight, 2\d s", page(staff, held).context["heading"])
+    assert re.fullmatch(r"In flight for 2\d s", page(staff, held).context["heading"])
 
 
 @pytest.mark.parametrize("changes", [{}, {"acknowledged_at": Now()}], ids=["stuck", "acknowledged"])

@@ -40,14 +40,14 @@ def test_a_row_shows_the_state_of_its_key_in_the_list_and_on_its_page() -> None:
     client = viewer("view_ride", "view_idempotencykey")
     for url in (RIDES, f"{RIDES}{ride.pk}/change/"):
         text = client.get(url).text
-        assert text.count("stuck, 9 min") == 1
+        assert text.count("stuck for 9 min") == 1
         assert f"/admin/idempotency/idempotencykey/{ride.idempotency_key_id}/change/" in text
 
 
 def test_who_may_not_view_keys_sees_the_state_without_a_link() -> None:
     stuck_ride()
     text = viewer("view_ride").get(RIDES).text
-    assert "stuck, 9 min" in text
+    assert "stuck for 9 min" in text
     assert "/admin/idempotency/" not in text
 
 

@@ -61,7 +61,7 @@ def test_the_list_shows_and_filters_by_the_status_of_the_response(staff: Client)
         IdempotencyKeyFactory(finished=True, response_code=code) for code in (201, 410, 503)
     )
     IdempotencyKeyFactory()
-    assert '<td class="field-status">410</td>' in staff.get(KEYS).text
+    assert 'class="field-status">410</td>' in staff.get(KEYS).text
     for status, key in {"2xx": made, "4xx": gone, "5xx": fault, "410": gone, "503": fault}.items():
         assert listed(staff, {"status": status}) == pks(key), status
     for status in ("3xx", "6xx", "x", "9" * 30, "²²²", "\0"):
