@@ -50,9 +50,9 @@ class KeyState(models.TextChoices):
     FINISHED = "finished", _("finished")
 
 
-#: The condition of the partial index. It is part of each state except FINISHED and REFUSED.
+#: The condition of a partial index. It is part of each state except FINISHED and REFUSED.
 UNFINISHED = Q(finished_at__isnull=True, refused_at__isnull=True)
-_OVER = {
+OVER = {
     KeyState.FINISHED: Q(finished_at__isnull=False),
     KeyState.REFUSED: Q(finished_at__isnull=True, refused_at__isnull=False),
 }
@@ -165,14 +165,14 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         """Annotate each key with its ``state``, a value of ``KeyState``."""
         whens = [
             When(condition, then=Value(state.value))
-            for state, condition in (_OVER | _unfinished_states()).items()
+            for state, condition in (OVER | _unfinished_states()).items()
         ]
         return self.annotate(state=Case(*whens, output_field=models.CharField()))
 
     def in_state(self, state: KeyState) -> "IdempotencyKeyQuerySet":
         """Keys in this state, through the partial index if they are unfinished."""
-        if state in _OVER:
-            return self.filter(_OVER[state])
+        if state in OVER:
+            return self.filter(OVER[state])
         keys = self.unfinished()
         for name, condition in _unfinished_states().items():
             if name == state:

@@ -5,7 +5,7 @@ The exceptions of the enqueuer and its backends are in ``idempotency.backends``.
 
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from django.db import OperationalError
 
@@ -15,6 +15,8 @@ class StuckCode(StrEnum):
 
     #: The view raised KeyStuck.
     VIEW_GAVE_UP = "view_gave_up"
+    #: The view raised KeyStuck with best="answer".
+    ANSWER_REQUIRED = "answer_required"
     #: The view ended the transaction of a phase, whose writes may be committed.
     TRANSACTION_ENDED = "transaction_ended"
     #: An at-most-once call has no recorded result.
@@ -184,13 +186,17 @@ class CallNotRecorded(IdempotencyError):
 
 class KeyStuck(IdempotencyError):
     """This request requires manual intervention. A phased view may raise KeyStuck("why"), or a
-    subclass with its own ``code``: the key becomes stuck, and the client gets 409 ``key_stuck``."""
+    subclass with its own ``code``: the key becomes stuck, and the client gets 409 ``key_stuck``.
+    With KeyStuck("why", best="answer") the admin recommends to answer the key, and warns before
+    another run."""
 
     #: A short, stable code for filters and alerts.
     code: str = StuckCode.VIEW_GAVE_UP
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str = "", *, best: Literal["", "answer"] = "") -> None:
         super().__init__(reason or ("No reason was given." if type(self) is KeyStuck else ""))
+        if best == "answer" and self.code == StuckCode.VIEW_GAVE_UP:
+            self.code = StuckCode.ANSWER_REQUIRED
 
     @cached_property
     def reason(self) -> str:

@@ -27,7 +27,7 @@ from idempotency._records import ProcessHeartbeat as ProcessHeartbeat
 from idempotency._records import StagedJob as StagedJob
 from idempotency._records import TrafficCount as TrafficCount
 from idempotency._records import time_ordered_uuid as time_ordered_uuid
-from idempotency._states import CONSTRAINTS, UNFINISHED, IdempotencyKeyQuerySet
+from idempotency._states import CONSTRAINTS, OVER, UNFINISHED, IdempotencyKeyQuerySet, KeyState
 from idempotency._states import FINISHED as FINISHED
 from idempotency._states import RETIRED_SCOPE as RETIRED_SCOPE
 from idempotency._states import STARTED as STARTED
@@ -233,6 +233,13 @@ class IdempotencyKey(models.Model):
             models.Index(fields=["created_at"], name="idempotency_key_created"),
             models.Index(
                 fields=["created_at"], name="idempotency_key_unfinished", condition=UNFINISHED
+            ),
+            # Few keys are refused, so this index is small. Its condition has no columns that the
+            # condition of the index above does not have.
+            models.Index(
+                fields=["created_at"],
+                name="idempotency_key_refused",
+                condition=OVER[KeyState.REFUSED],
             ),
             models.Index(
                 fields=["expires_at"],

@@ -211,7 +211,8 @@ def _made_in_spite_of(
     if found is None:
         raise KeyStuck(
             f"Stripe stored a failure, and lists no {what}. Stripe replays the failure for 24"
-            " hours. Check Stripe's dashboard, then store a response for this key."
+            " hours. Check Stripe's dashboard, then store a response for this key.",
+            best="answer",
         ) from failure
     logger.warning("%s: Stripe stored a failure, but %s exists", what, found)
     return found

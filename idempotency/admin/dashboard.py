@@ -69,48 +69,89 @@ SPANS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The numbers of keys or of jobs: the context of the template, and the lines of the banner with
+    their URLs. ``notes`` restrict the result without being findings."""
+
+    context: dict[str, Any]
+    findings: list[tuple[findings.Finding, str]]
+    notes: list[tuple[str, str]]
+
+
 def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
-    """Return the context of the template. This takes four queries, and three more if the person may
-    view staged jobs.
+    """Return the context of the template, with the keys and the jobs that the person may view.
 
     Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the
-    processes are those of the whole database.
+    processes are those of the whole database. The page takes two queries, three more for keys and
+    three more for jobs.
     """
     every, site = key_admin.get_queryset(request), key_admin.admin_site
-    url = _list_url(key_admin)
-    keys, processes = measures.unfinished_keys(every), _known_processes(every.db)
+    processes = _known_processes(every.db)
+    parts = [
+        part(request, rows)
+        if rows.has_view_permission(request)
+        else _Part({}, [], [(_hidden(rows.opts), "")])
+        for rows, part in ((key_admin, _keys), (site._registry.get(StagedJob), _jobs))
+        if rows is not None
+    ]
+    found = [(finding, "") for finding in findings.of_processes(processes)]
+    shown: dict[str, Any] = _of_processes(processes) | {"as_of": timezone.now()}
+    for part in parts:
+        shown |= part.context
+    shown["findings"] = [*found, *(finding for part in parts for finding in part.findings)]
+    shown["notes"] = [note for part in parts for note in part.notes]
+    return shown | _charts(every.db, request.GET.get("span", ""), shown.get("keys_url", ""))
+
+
+def _hidden(opts: Any) -> str:
+    """Return the note that the person may not view a kind of rows."""
+    permission = f"{opts.app_label}.view_{opts.model_name}"
+    text = gettext("Not counted here: %(rows)s. You need the permission %(permission)s.")
+    return text % {"rows": opts.verbose_name_plural, "permission": permission}
+
+
+def _keys(request: HttpRequest, key_admin: Any) -> _Part:
+    every, url = key_admin.get_queryset(request), _list_url(key_admin)
+    keys = measures.unfinished_keys(every)
     shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every), url)
     shown |= {"keys_url": url, "key_actions": _key_actions(request, key_admin)}
-    shown |= _of_processes(processes) | {"as_of": timezone.now()}
-    found = [*findings.of_keys(keys)]
-    found += findings.of_processes(processes)
     behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
-    job_admin = site._registry.get(StagedJob)
-    if job_admin is not None and job_admin.has_view_permission(request):
-        jobs_url, every_job = _list_url(job_admin), job_admin.get_queryset(request)
-        jobs = measures.staged_jobs(every_job)
-        shown |= _of_jobs(jobs, error_groups.groups_of_failed_jobs(every_job), jobs_url)
-        shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, job_admin)}
-        found += findings.of_jobs(jobs)
-        behind |= dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{jobs_url}?state=waiting")
-        behind |= {"jobs_failed": f"{jobs_url}?state=failed"}
-    shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in found]
-    return shown | _charts(every.db, request.GET.get("span", ""), url)
+    found = [(finding, behind.get(finding.code, "")) for finding in findings.of_keys(keys)]
+    notes = []
+    if count := keys.by_state[KeyState.ACKNOWLEDGED]:
+        text = gettext("Acknowledged keys, which are not finished: %(count)s.") % {"count": count}
+        notes.append((text, f"{url}?state=acknowledged"))
+    return _Part(shown, found, notes)
+
+
+def _jobs(request: HttpRequest, job_admin: Any) -> _Part:
+    every, url = job_admin.get_queryset(request), _list_url(job_admin)
+    jobs = measures.staged_jobs(every)
+    shown: dict[str, Any] = _of_jobs(jobs, error_groups.groups_of_failed_jobs(every), url)
+    shown |= {"jobs_url": url, "job_actions": _actions(request, job_admin)}
+    behind = dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{url}?state=waiting")
+    behind |= {"jobs_failed": f"{url}?state=failed"}
+    found = [(finding, behind.get(finding.code, "")) for finding in findings.of_jobs(jobs)]
+    return _Part(shown, found, [])
 
 
 def _charts(alias: str, chosen: str, keys_url: str) -> dict[str, Any]:
     """Return the charts of the chosen span, in one query. Each interval is a link to the list of
-    the keys that were created in it."""
+    the keys that were created in it, if the person may view keys."""
     span = next((span for span in SPANS if span.name == chosen), SPANS[0])
     found = traffic.read_intervals(alias, intervals=span.intervals, minutes=span.minutes)
     begins = [timezone.localtime(interval.begin) for interval in found]
     length = timedelta(minutes=span.minutes)
-    urls = [_link(keys_url, **range_query(begin, begin + length)) for begin in begins]
+    urls = [
+        _link(keys_url, **range_query(begin, begin + length)) if keys_url else ""
+        for begin in begins
+    ]
 
     def chart(title: str, unit: str, **labels: str) -> dict[str, Any]:
         lines = [Line(text, [getattr(each, n) for each in found]) for n, text in labels.items()]
         drawn = charts.chart(title, lines, begins, unit=unit, time_format=span.time_format)
-        links = charts.links(lines, begins, urls, span.time_format)
+        links = charts.links(lines, begins, urls, span.time_format) if keys_url else ""
         return {"title": title, "unit": unit, "lines": lines, "svg": drawn, "links": links}
 
     minutely = gettext("a minute")
@@ -148,6 +189,7 @@ def _of_keys(
     most = max(states.values(), default=0)
     others = (KeyState.REFUSED, KeyState.FINISHED)
     return {
+        "may_see_keys": True,
         "unfinished": keys.count,
         "unfinished_url": f"{url}?state=unfinished",
         "by_state": [state_bar(state) for state in KeyState if state not in others],

@@ -24,8 +24,11 @@ from idempotency.monitoring.measures import SPANS
 
 #: A filter or search without an index reads at most this many rows, the newest ones.
 NEWEST = 20_000
-#: A filter by group reads at most this many rows, the oldest ones.
+#: A filter of messages or calls reads at most this many rows, the oldest ones.
 MAX_GROUPED = 5000
+#: The filter *Mine* reads at most this many entries of the admin log. For many more keys,
+#: PostgreSQL would search the whole table in the order of the list.
+MAX_MINE = 1000
 _BIGGEST_ID = 2**63 - 1
 #: The name of the attribute of a bulk request with the time of its confirmation. AgeFilter computes
 #: ages at this time.
@@ -212,7 +215,7 @@ class JobErrorGroupFilter(ErrorGroupFilter):
 
 class MineFilter(admin.SimpleListFilter):
     """The keys that the person completed, answered, acknowledged, handed back or released,
-    according to the person's newest MAX_GROUPED entries in the admin log."""
+    according to the person's newest MAX_MINE entries in the admin log."""
 
     title = _("acted on by")
     parameter_name = "mine"
@@ -227,7 +230,7 @@ class MineFilter(admin.SimpleListFilter):
             user_id=cast(int, request.user.pk),
             content_type=get_content_type_for_model(IdempotencyKey),
         ).exclude(change_message__startswith=VIEWED)
-        ids = entries.order_by("-pk").values_list("object_id", flat=True)[:MAX_GROUPED]
+        ids = entries.order_by("-pk").values_list("object_id", flat=True)[:MAX_MINE]
         return queryset.filter(pk__in={int(pk) for pk in ids})
 
 

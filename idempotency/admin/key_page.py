@@ -107,14 +107,16 @@ def state_line(key: Any) -> str:
 
 def best_action(key: Any) -> str:
     """Return the name of the recommended button; "" for a key that is in flight, refused or
-    finished."""
+    finished, and for a stuck key whose reason decides."""
     if key.state in (KeyState.IN_FLIGHT, KeyState.FINISHED, KeyState.REFUSED):
         return ""
     if key.stuck_code == StuckCode.CALL_IN_DOUBT:
         calls = list(key.downstream_calls.values_list("recorded_at", flat=True)[:MAX_CALLS])
         # Late results may be recorded.
         return "complete" if calls and None not in calls else "answer"
-    return STUCK_CODES[key.stuck_code].best if key.stuck_code in STUCK_CODES else "complete"
+    if key.stuck_code:
+        return STUCK_CODES[key.stuck_code].best if key.stuck_code in STUCK_CODES else ""
+    return "complete"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ SAVED_VIEWS = (
     (_("In doubt"), {"state": "stuck", "stuck_code": StuckCode.CALL_IN_DOUBT.value}),
     (_("Mine"), {"mine": "1"}),
 )
+#: People who may view rows of one of these models may open the dashboard.
+DASHBOARD_MODELS = (IdempotencyKey, StagedJob)
 #: A longer method and path are cut in the list.
 MAX_LINE = 200
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
@@ -203,8 +205,8 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         return format_html("<strong>{}</strong><br>{}", key.stuck_code, line)
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
-        """Show the dashboard."""
-        if not self.has_view_permission(request):
+        """Show the dashboard to people who may view keys or jobs."""
+        if not any(may_view(self.admin_site, request, rows) for rows in DASHBOARD_MODELS):
             return refused(self, request)
         context = {
             "title": gettext("Idempotency dashboard"),
@@ -225,8 +227,7 @@ class DashboardAdmin(ReadOnlyAdmin):
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Return whether the person may view keys or jobs."""
-        models = IdempotencyKey, StagedJob
-        return any(may_view(self.admin_site, request, model) for model in models)
+        return any(may_view(self.admin_site, request, rows) for rows in DASHBOARD_MODELS)
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         return self.has_view_permission(request)

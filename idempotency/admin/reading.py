@@ -27,7 +27,7 @@ from idempotency.admin.refusals import refused
 MAX_COUNT = 5000
 #: The pages of a list cover at most this many rows, because each page reads the rows of all pages
 #: before it.
-MAX_DEPTH = 100_000
+MAX_DEPTH = 20_000
 MAX_SHOWN_CHARACTERS = 20_000
 
 

@@ -9,7 +9,7 @@ from django.utils.translation import gettext_lazy as _
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """The explanation of a stuck code: its cause, its cure, and the name of the recommended button
-    in ``actions.BUTTONS``."""
+    in ``actions.BUTTONS``; an empty name if the reason of the key decides."""
 
     cause: str | Promise
     cure: str | Promise
@@ -76,7 +76,12 @@ STUCK_CODES = {
     "view_gave_up": Explanation(
         _("The view or the operation gave up. Its reason is shown."),
         _("Do what the reason says. Then complete the key, or answer it."),
-        "complete",
+        "",
+    ),
+    "answer_required": Explanation(
+        _("The view or the operation gave up, because another run could repeat work."),
+        _("Do what the reason says. Then answer the key."),
+        "answer",
     ),
     "transaction_ended": Explanation(
         _(

@@ -166,6 +166,10 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='idempotencykey',
+            index=models.Index(condition=models.Q(('finished_at__isnull', True), ('refused_at__isnull', False)), fields=['created_at'], name='idempotency_key_refused'),
+        ),
+        migrations.AddIndex(
+            model_name='idempotencykey',
             index=models.Index(condition=models.Q(('expires_at__isnull', False)), fields=['expires_at'], name='idempotency_key_expires'),
         ),
         migrations.AddConstraint(

@@ -9,6 +9,8 @@ import pytest
 from django.contrib.auth.models import Group, Permission
 from django.utils import timezone
 
+from idempotency import interventions
+from idempotency.models import StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.admin import person
 
@@ -80,3 +82,32 @@ def test_a_refused_page_says_which_permission_it_needs_and_who_has_it(
 def test_who_is_not_signed_in_is_asked_to_sign_in(client: Any) -> None:
     for page in (KEYS, DASHBOARD, f"{KEYS}csv/", f"{KEYS}bulk/hand_back/"):
         assert client.get(page).status_code == 302
+
+
+def test_the_banner_says_what_is_not_counted_for_the_reader() -> None:
+    StagedJobFactory(failed_at=timezone.now())
+    of_keys = person("view_idempotencykey").get(DASHBOARD)
+    assert of_keys.context["findings"] == []
+    assert "OK: nothing requires manual review" not in of_keys.text
+    assert "idempotency.view_stagedjob" in of_keys.text
+    assert "OK: nothing" not in person().get(DASHBOARD).text
+    StagedJob.objects.all().delete()
+    assert "OK: nothing requires manual review" in person().get(DASHBOARD).text
+
+
+def test_acknowledged_keys_are_not_said_to_be_in_order() -> None:
+    key = stuck_key()
+    assert interventions.acknowledge(key.pk, key.claim_token, by="jane")
+    page = person().get(DASHBOARD)
+    assert page.context["findings"] == []
+    assert "OK: nothing requires manual review" not in page.text
+    assert [url for _, url in page.context["notes"]] == [f"{KEYS}?state=acknowledged"]
+
+
+def test_who_may_view_jobs_alone_has_a_dashboard_of_jobs() -> None:
+    stuck_key()
+    StagedJobFactory(failed_at=timezone.now())
+    page = person("view_stagedjob").get(DASHBOARD)
+    assert [finding.code for finding, _ in page.context["findings"]] == ["jobs_failed"]
+    assert "idempotency.view_idempotencykey" in page.text
+    assert KEYS not in page.text.replace(DASHBOARD, "")
