@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-configurations test-pools test-unmerged conformance screenshots fuzz citus proof failover coverage mutants docs calls bench bench-scale examples package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-configurations test-pools test-unmerged conformance screenshots fuzz citus proof failover coverage mutants docs calls bench bench-scale admin-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -104,6 +104,11 @@ citus:
 screenshots:
 	$(call set-up,screenshots,test)
 	@exec $(PY) -m tests.browser.screenshots
+
+# The seconds and the plans of each page of the admin and of the scrape on a table of 1,000,000 keys.
+admin-scale:
+	$(call set-up,admin-scale,test)
+	@exec $(PY) -m tests.admin.scale --plans
 
 # Each number of the contract, and of the rules of operations, as a line, and what the suites of others say.
 conformance:

@@ -67,9 +67,11 @@ class ErrorPattern(Func):
         parts = [f"regexp_replace({line}, %s, '{_SIGN}', 'g')"]
         values = [*params, _VARIABLE]
         for like, found in self.kept:
-            parts.append(f"CASE WHEN {line} LIKE %s THEN coalesce(substring({line}, %s), '') END")
+            # LIKE costs much less than a regular expression, and few errors have these parts.
+            part = f"coalesce(substring({line}, %s), '')"
+            parts.append(f"CASE WHEN {sql} LIKE %s THEN {part} ELSE '' END")
             values += [*params, like, *params, found]
-        return f"concat({', '.join(parts)})", values
+        return f"({' || '.join(parts)})", values
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
         connection.ensure_connection()
@@ -165,8 +167,7 @@ def groups_of_failed_jobs(jobs: Any) -> list[ErrorGroup]:
 
 
 def _ages(since: str) -> dict[str, Any]:
-    age = Now() - F(since)
-    return {"oldest": Max(age), "newest": Min(age)}
+    return {"oldest": Now() - Min(since), "newest": Now() - Max(since)}
 
 
 def _groups(rows: Iterable[tuple[str, str, str, Any]]) -> list[ErrorGroup]:

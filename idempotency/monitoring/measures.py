@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Max, Q, Value, When
+from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Min, Q, Value, When
 from django.db.models.functions import Now
 
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
@@ -90,11 +90,11 @@ def unfinished_keys(every: Any) -> UnfinishedKeys:
             span=_span("created_at"),
         )
     )
-    ages = {"age": Max(now - F("created_at")), "lag": Max(now - due_at())}
+    ages = {"age": now - Min("created_at"), "lag": now - Min(due_at())}
     groups = list(
         counted(
             keys, "state", "stuck_code", "recovery_point", "open", "span",
-            stuck_for=Max(now - F("stuck_at")), **ages,
+            stuck_for=now - Min("stuck_at"), **ages,
         )
     )  # fmt: skip
     spans: dict[str, Counter[int]] = {}
@@ -116,10 +116,10 @@ def unfinished_keys(every: Any) -> UnfinishedKeys:
 def _span(since: str) -> Case:
     """Return the expression for the span of the time since the column ``since``."""
     whens = [
-        When(**{f"{since}__lte": Now() - timedelta(seconds=begin)}, then=Value(index))
-        for index, begin in reversed([*enumerate(SPANS)])
+        When(**{f"{since}__gt": Now() - timedelta(seconds=begin)}, then=Value(index - 1))
+        for index, begin in enumerate(SPANS)
     ]
-    return Case(*whens, default=Value(-1))
+    return Case(*whens, default=Value(len(SPANS) - 1))
 
 
 def counted(rows: Any, *columns: str, **aggregates: Any) -> Any:
@@ -149,7 +149,7 @@ def staged_jobs(jobs: Any) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
     is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
     waiting = jobs.filter(failed_at__isnull=True).annotate(span=_span("run_at"))
-    age, kept = Max(Now() - F("run_at")), Count("pk", filter=is_not_deleted)
+    age, kept = Now() - Min("run_at"), Count("pk", filter=is_not_deleted)
     rows = list(counted(waiting, "span", age=age, kept=kept))
     spans = _totals((row.span, row.number) for row in rows)
     failed = counted(jobs.filter(failed_at__isnull=False), "job_name")
