@@ -262,9 +262,9 @@ def test_the_pages_count_the_loops() -> None:
     [
         ("explanation/scaling.md", SCALE_FACTOR, advised(doctor, SCALE_FACTOR)),
         ("how-to/hand-the-key-on.md", r"`(\d+) \* 3600`", DEFAULTS.RETENTION_HOURS - 1),
-        ("how-to/metrics-and-alerts.md", r"lag_seconds\) > (\d+)", heartbeats.SILENT_SECONDS),
+        ("../examples/prometheus/alerts.yml", r"lag_seconds\) > (\d+)", heartbeats.SILENT_SECONDS),
         (
-            "how-to/metrics-and-alerts.md",
+            "../examples/prometheus/alerts.yml",
             r"_bucket\[10m\]\)\)\) > (\d+)",
             DEFAULTS.LOCK_TIMEOUT_SECONDS / 2,
         ),
@@ -283,7 +283,7 @@ def test_a_number_of_an_example_is_that_of_the_code(page: str, said: str, value:
     ("page", "said", "value"),
     [
         (
-            "how-to/metrics-and-alerts.md",
+            "../examples/prometheus/alerts.yml",
             r"oldest_unfinished_seconds\) > (\d+)",
             DEFAULTS.COMPLETER_MIN_AGE_SECONDS,
         ),

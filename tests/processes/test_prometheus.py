@@ -32,11 +32,9 @@ from tests.kit.threads import Gate, background
 from tests.kit.views import Counted, create, phased, plain, two_phases
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "how-to" / "metrics-and-alerts.md").read_text()
 REFERENCE = (DOCS / "reference" / "signals-and-metrics.md").read_text()
-RULES = yaml.safe_load(re.search(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S).group(1))["groups"][0][
-    "rules"
-]
+ALERTS = Path(__file__).parents[2] / "examples" / "prometheus" / "alerts.yml"
+RULES = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
 
 Serve = Callable[..., None]
 INCIDENTS = (Path(__file__).parents[2] / "docs" / "incidents.md").read_text()
