@@ -21,7 +21,6 @@ from idempotency import conf
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 from rides_demo.auth import SESSION_TOKEN, rider_of_session
 from rides_demo.models import Receipt, Ride, User
-from rides_demo.parameters import RIDE_PARAMETERS
 
 #: The demo users by token: name, and the result of their payments.
 DEMO_RIDERS = {
@@ -30,15 +29,14 @@ DEMO_RIDERS = {
     "demo-max": ("Max", "His card works. He cannot see the rides of the others."),
 }
 SHOWN_RIDES = 50
-#: From the Ferry Building to the Golden Gate.
-EXAMPLE = dict(zip(RIDE_PARAMETERS, (37.7955, -122.3937, 37.8199, -122.4783), strict=True))
-LABELS = dict(
-    zip(
-        RIDE_PARAMETERS,
-        ("From latitude", "From longitude", "To latitude", "To longitude"),
-        strict=True,
-    )
-)
+#: The places of the page, with latitude and longitude.
+PLACES = {
+    "Ferry Building": (37.7955, -122.3937),
+    "Golden Gate Bridge": (37.8199, -122.4783),
+    "Twin Peaks": (37.7544, -122.4477),
+    "Ocean Beach": (37.7594, -122.5107),
+}
+_NAMES = {place: name for name, place in PLACES.items()}
 #: The recovery points of a booking, with the work that is committed at each of them.
 STEPS = {
     STARTED: "request recorded",
@@ -69,12 +67,21 @@ def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpRe
         .select_related("receipt", "idempotency_key")
         .order_by("-pk")[:SHOWN_RIDES]
     )
+    places = [(name, f"{latitude},{longitude}") for name, (latitude, longitude) in PLACES.items()]
+    for ride in rides:
+        ride.way = " → ".join(_place(point) for point in (ride.origin, ride.target))
     context = {
         "rider": rider,
         "token": request.session.get(SESSION_TOKEN, ""),
         "demo_riders": DEMO_RIDERS.items(),
         "rides": rides,
-        "fields": [(name, LABELS[name], value) for name, value in EXAMPLE.items()],
+        "fields": [
+            (name, label, chosen, places)
+            for name, label, chosen in (
+                ("origin", "From", "Ferry Building"),
+                ("target", "To", "Golden Gate Bridge"),
+            )
+        ],
         "steps": STEPS.items(),
         "lock_seconds": limits.LOCK_TIMEOUT_SECONDS,
         "completer_seconds": limits.COMPLETER_MIN_AGE_SECONDS,
@@ -84,6 +91,11 @@ def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpRe
         "idempotency_key": uuid.uuid4(),
     } | (switches() if rider else {})
     return render(request, "rides_demo/home.html", context)
+
+
+def _place(point: list[float]) -> str:
+    """Return the name of a place, or its latitude and longitude."""
+    return _NAMES.get((point[0], point[1]), ", ".join(map(str, point)))
 
 
 @require_GET
@@ -124,7 +136,7 @@ def _booking_json(key: IdempotencyKey) -> dict[str, object]:
     state = SHOWN_STATES.get(key.state, "waiting")
     return {
         "state": state,
-        "steps": _steps(key, state),
+        "steps": _steps(key, state, ride),
         "runs": key.attempts,
         "lock_seconds": _lock_seconds(key) if state == "running" else None,
         "response_code": key.response_code,
@@ -135,11 +147,12 @@ def _booking_json(key: IdempotencyKey) -> dict[str, object]:
     }
 
 
-def _steps(key: IdempotencyKey, state: str) -> dict[str, str]:
-    """Return the state of each step. A step before the recovery point of the key was skipped if the
-    history lacks it."""
+def _steps(key: IdempotencyKey, state: str, ride: Ride | None) -> dict[str, str]:
+    """Return the state of each step, by the rows: the history has only the last events. A step
+    before the recovery point of the key was skipped if it left nothing in the ride."""
     reached = {STARTED, key.recovery_point}
-    reached |= {event["detail"] for event in key.history if event["event"] == "recovery point"}
+    if ride is not None:
+        reached |= {"ride_created"} | ({"charge_created"} if ride.stripe_charge_id else set())
     order = list(STEPS)
     here = order.index(key.recovery_point)
     steps = {name: "done" if name in reached else "skipped" for name in order[: here + 1]}

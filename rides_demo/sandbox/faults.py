@@ -18,6 +18,7 @@ KINDS = {
     "429": "returns 429: not stored",
     "cut_before": "closes the connection before the execution",
     "cut_after": "closes the connection after the execution, without a response",
+    "cut_first": "as cut_after, for the first response of each key; a replay is answered",
     "down": "closes every connection, for reads too",
 }
 

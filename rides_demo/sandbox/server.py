@@ -182,6 +182,8 @@ class Handler(BaseHTTPRequestHandler):
                 account.release(api_key, execution)
             if slow := faults.fires("slow_after", path):
                 time.sleep(slow.seconds)
+            if faults.fires("cut_first", path):
+                raise Cut
         if faults.fires("cut_after", path):
             raise Cut
         return execution.status, execution.body, not first

@@ -38,8 +38,9 @@ BEHAVIOURS = {
     ),
     "silent": Behaviour(
         "Charges, then disconnects",
-        "The card is charged, but the response is lost.",
-        ({"fault": "cut_after"},),
+        "The card is charged, but the response is lost. The retry gets the same charge, so the"
+        " booking ends by itself.",
+        ({"fault": "cut_first"},),
     ),
     "broken": Behaviour(
         "Fails permanently",

@@ -64,6 +64,7 @@ def test_a_click_after_the_answer_gets_the_same_answer(service: Service, visitor
     visitor.expect_story(
         "201 Payment accepted. Your pilot is on their way! Replay of the stored response"
     )
+    visitor.expect_status("Same answer, replayed: nothing was booked.")
     expect_one_booking(service, visitor)
 
 
@@ -80,12 +81,24 @@ def test_a_new_booking_is_another_one(service: Service, visitor: Visitor) -> Non
     assert len(service.books()) == len(service.charges()) == 2
 
 
-@pytest.mark.parametrize("broken", ["Is down", "Charges, then disconnects"])
+def test_a_charge_whose_response_is_lost_ends_by_itself(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+    visitor.stripe("Charges, then disconnects")
+    for _ in range(2):  # for each booking
+        visitor.book.click()
+        visitor.expect_status(ACCEPTED)
+        visitor.expect_story("503 The payment provider cannot be reached")
+        visitor.expect_counts(rides=1, charges=1, receipts=1)
+        with visitor.page.expect_navigation():
+            visitor.page.get_by_role("link", name="Start a new booking").click()
+    assert len(service.books()) == len(service.charges()) == 2
+
+
 def test_the_page_says_that_stripe_is_broken_and_the_retry_after_the_repair_books_once(
-    service: Service, visitor: Visitor, broken: str
+    service: Service, visitor: Visitor
 ) -> None:
     visitor.sign_in()
-    visitor.stripe(broken)
+    visitor.stripe("Is down")
     visitor.book.click()
     visitor.expect_status(
         "503: The payment provider cannot be reached at the moment. Trying again with the same key"
@@ -93,7 +106,7 @@ def test_the_page_says_that_stripe_is_broken_and_the_retry_after_the_repair_book
     expect(visitor.page.locator("#steps [data-point=ride_created]")).to_have_attribute(
         "data-state", "done"
     )
-    visitor.shoot(f"page-stripe-{broken.split()[-1].lower()}")
+    visitor.shoot("page-stripe-down")
 
     visitor.stripe(STRIPE_WORKS)
 

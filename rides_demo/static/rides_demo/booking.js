@@ -12,6 +12,8 @@ export const presses = { all: 0, open: 0 };
 let watching = false;
 // The last press ended without a final response; the completer or an operator may still finish the booking.
 let unsettled = false;
+// A final response to this key has arrived.
+let answered = false;
 
 export const wait = (seconds) => new Promise((resolve) => setTimeout(resolve, seconds * 1000));
 export const keyOf = () => form.elements.idempotency_key.value;
@@ -21,7 +23,7 @@ export function renew() {
   form.elements.idempotency_key.value = crypto.randomUUID();
   setText("key", keyOf());
   presses.all = 0;
-  unsettled = false;
+  unsettled = answered = false;
   clear();
 }
 
@@ -42,7 +44,7 @@ async function send(request) {
   const later = response.headers.get("Retry-After");
   const final = !(response.status >= 500 || (response.status === 409 && later));
   addLine("browser", response.status, replayed ? `${text} Replay of the stored response.` : text, !final ? "warn" : response.ok ? "good" : "bad");
-  if (final) return { final, text, tone: response.ok ? "good" : "bad", stuck: answer.code === "key_stuck" };
+  if (final) return { final, replayed, text, tone: response.ok ? "good" : "bad", stuck: answer.code === "key_stuck" };
   return { final, text: `${response.status}: ${text.split(". ")[0].replace(/\.$/, "")}.`, pause: Number(later) };
 }
 
@@ -53,7 +55,9 @@ async function book(request) {
     const result = await send(request);
     if (result.final) {
       unsettled = result.stuck;
-      setStatus(result.stuck ? "This booking is stuck and needs manual review. Open its key in the admin." : result.text, result.tone);
+      const text = answered && result.replayed ? `${result.text} Same answer, replayed: nothing was booked.` : result.text;
+      answered = !result.stuck;
+      setStatus(result.stuck ? "This booking is stuck and needs manual review. Open its key in the admin." : text, result.tone);
       return;
     }
     // Another press of the button may already have succeeded.
@@ -71,6 +75,12 @@ export async function press() {
   const data = new FormData(form);
   const key = data.get("idempotency_key");
   data.delete("idempotency_key");
+  for (const place of ["origin", "target"]) {
+    const [latitude, longitude] = data.get(place).split(",");
+    data.delete(place);
+    data.set(`${place}_lat`, latitude);
+    data.set(`${place}_lon`, longitude);
+  }
   const request = {
     method: "POST",
     headers: { "Authorization": `Bearer ${form.dataset.token}`, "Idempotency-Key": key },

@@ -1,7 +1,7 @@
 // Shows the booking: its steps on the server, and the story of what the visitor, the browser and the server did.
 
 const MAX_LINES = 24;
-const STEP_LABELS = { running: "running", waiting: "waiting for a retry", stuck: "stuck", skipped: "skipped", killed: "process killed" };
+const STEP_LABELS = { running: "running", waiting: "waiting for a retry", stuck: "stuck", skipped: "skipped", killed: "process killed before this was recorded" };
 
 const outcome = document.getElementById("outcome");
 const story = document.getElementById("story");
@@ -61,7 +61,7 @@ export function clear() {
 }
 
 function showStory() {
-  const all = [...lines, ...(shown ? serverLines(shown.history) : [])].sort((one, other) => one.at - other.at);
+  const all = [...lines, ...(shown ? serverLines(shown) : [])].sort((one, other) => one.at - other.at);
   const items = all.slice(-MAX_LINES).map(({ at, who, strong, text, tone, times = 1 }) => {
     const item = document.createElement("li");
     const parts = { time: `${((at - all[0].at) / 1000).toFixed(1)} s`, b: who, span: "" };
@@ -77,11 +77,13 @@ function showStory() {
 
 const WHO = { client: "the request of your browser", completer: "the completer", reaper: "the reaper" };
 
-// Explains the history of the key.
-function serverLines(history) {
-  let runs = 0;
-  let calls = 0;
-  let point = "started";
+// Explains the history of the key, which has only the last events: the row has the number of all runs, and the points.
+function serverLines({ history, runs: all, steps }) {
+  let runs = all - history.filter(({ event }) => event === "claimed").length;
+  // An earlier run has called Stripe.
+  let calls = runs;
+  const told = new Set(history.filter(({ event }) => event === "recovery point").map(({ detail }) => detail));
+  let point = Object.keys(steps).filter((name) => steps[name] === "done" && name !== "finished" && !told.has(name)).at(-1);
   const explained = ({ event, detail }) => {
     switch (event) {
       case "claimed":
