@@ -233,6 +233,13 @@ def test_the_timeline_shows_runs_phases_calls_the_lost_run_and_the_next_one(staf
     assert svg.find("title").text
 
 
+def test_the_call_of_a_lost_run_is_drawn_up_to_its_loss(staff: Client) -> None:
+    events = (0, "claimed", "client"), (0.2, "call begun", "charge"), (60, "run lost", "")
+    svg = timeline(staff, IdempotencyKeyFactory(**history(250, *events)))
+    assert {"unanswered", "error"} <= shapes(svg)
+    assert "silent" not in shapes(svg)
+
+
 def test_the_timeline_of_a_run_that_goes_on_shows_when_its_lock_expires(staff: Client) -> None:
     events = history(20, (0, "claimed", "client"))
     svg = timeline(

@@ -13,11 +13,14 @@ import pytest
 from django.test import Client
 from django.utils import timezone
 
+from idempotency._text import Grouped
 from idempotency.admin import export, filters
 from idempotency.admin.form_filters import DAYS, FROM, TO, CreatedFilter, range_query
 from idempotency.admin.keys import SAVED_VIEWS
+from idempotency.admin.reading import AtLeast
 from idempotency.interventions import acknowledge
 from idempotency.models import IdempotencyKey
+from idempotency.templatetags.idempotency_admin import grouped
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.admin import KEYS, listed, person, pks
 from tests.kit.ageing import ago
@@ -329,3 +332,20 @@ def test_jobs_are_filtered_by_name_and_queue_and_by_the_error_of_their_row(staff
     assert 'href="?queue=slow"' in page
     (link,) = re.findall(r'href="(\?state=failed&amp;error_group=[^"]+)"', page)
     assert pks(*staff.get(f"{JOBS}{unescape(link)}").context["cl"].result_list) == pks(job)
+
+
+def test_a_phone_gets_the_label_of_each_cell_and_numbers_have_separators(staff: Client) -> None:
+    key = stuck("<b>", attempts=7)
+    page = staff.get(KEYS).text
+    assert re.findall(r'<td data-label="([^"]+)" class="field-attempts">7<', page) == ["Attempts"]
+    assert 'data-label="Stuck because, last error"' in page
+    assert f'<th class="field-id"><a href="{KEYS}{key.pk}/change/' in page
+    assert str(Grouped(20_000)) == f"{grouped(20_000)}" == "20,000"
+    assert str(AtLeast(5_000)) == "5,000+"
+
+
+def test_arguments_of_jobs_are_shown_as_json(staff: Client) -> None:
+    StagedJobFactory(failed_at=timezone.now(), job_args={"on": None, "late": True})
+    page = unescape(staff.get(f"{JOBS}bulk/discard/?state=failed").text)
+    assert '{"on": null, "late": true}' in page
+    assert 'class="idem-danger"' in page

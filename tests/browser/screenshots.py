@@ -1,7 +1,8 @@
 """Pictures of the pages for the docs: each page at two widths, light and dark.
 
 ``make screenshots`` writes all of them to ``.run/screenshots``, and those that the docs show to
-``docs/images``.
+``docs/images``. It fails if axe-core finds a violation on a page, or if a page is wider than its
+window.
 """
 
 # ruff: noqa: T201 - it prints where the pictures are
@@ -73,6 +74,7 @@ TROUBLE = (
 
 def main() -> int:
     """Start the demo, make trouble, and take the pictures."""
+    axe = chromium.axe_script(ROOT / ".run")
     ALL.mkdir(parents=True, exist_ok=True)
     expect.set_options(timeout=30_000)  # for the lock of a killed server
     with tempfile.TemporaryDirectory(prefix="shots-") as folder, sync_playwright() as playwright:
@@ -99,21 +101,25 @@ def main() -> int:
             service.strike_stripe()
             for statement in TROUBLE:
                 service.rows(f"{statement} RETURNING 1")
+            found: list[str] = []
             for scheme in ("light", "dark"):
                 for width in (1280, 400):
                     context = browser.new_context(
                         color_scheme=scheme, viewport={"width": width, "height": 900}
                     )
-                    shoot(service, Visitor(context, service.url, ALL, f"{scheme}-{width}"))
+                    visitor = Visitor(context, service.url, ALL, f"{scheme}-{width}")
+                    found += shoot(service, visitor, axe)
                     context.close()
             browser.close()
-    print(f"screenshots: ok, {len(list(ALL.glob('docs-*.png')))} pictures in {ALL}")
-    return 0
+    print(*found, sep="\n")
+    pictures = len(list(ALL.glob("docs-*.png")))
+    print(f"screenshots: {'FAILED' if found else 'ok'}, {pictures} pictures in {ALL}")
+    return bool(found)
 
 
-def shoot(service: Service, visitor: Visitor) -> None:
-    """Take the picture of each page in one window. Raises AssertionError for a page that is wider
-    than the window."""
+def shoot(service: Service, visitor: Visitor, axe: str) -> list[str]:
+    """Take the picture of each page in one window. Return what keeps people out: violations of
+    axe-core, and pages that are wider than the window."""
     (key,) = service.rows(
         "SELECT id FROM idempotency_idempotencykey WHERE idempotency_key = 'screenshot'"
     )
@@ -127,7 +133,16 @@ def shoot(service: Service, visitor: Visitor) -> None:
         "keys": f"{LISTS}/idempotencykey/?state=stuck",
         "key": f"{LISTS}/idempotencykey/{key['id']}/change/",
         "job": f"{LISTS}/stagedjob/{job['id']}/change/",
+        "filters": f"{LISTS}/idempotencykey/?path=/rides#changelist-filter",
+        "index": "/admin/",
+        "app": f"{LISTS}/",
+        "jobs": f"{LISTS}/stagedjob/",
+        "calls": f"{LISTS}/downstreamcall/",
+        "messages": f"{LISTS}/processedmessage/",
+        "hand-back": f"{LISTS}/idempotencykey/bulk/hand_back/?state=stuck",
+        "discard": f"{LISTS}/stagedjob/bulk/discard/?state=failed",
     }
+    found = []
     for name, path in pages.items():
         visitor.sign_in_to_admin(path) if name == "dashboard" else visitor.go(path)
         if name == "demo":  # a booking whose server was killed
@@ -138,8 +153,10 @@ def shoot(service: Service, visitor: Visitor) -> None:
         visitor.shoot(f"docs-{name}")
         if name in OF_THE_DOCS and visitor.name == SHOWN:
             visitor.page.screenshot(path=ROOT / "docs" / "images" / f"{name}.png")
+        found += [f"{visitor.name} {path} {each}" for each in visitor.barriers(axe, every=True)]
         if not visitor.fits():
-            raise AssertionError(f"{path} is wider than its window: {visitor.name}")
+            found.append(f"{visitor.name} {path} is wider than its window")
+    return found
 
 
 if __name__ == "__main__":
