@@ -270,8 +270,8 @@ class Project:
                     process.communicate(timeout=30)
 
     def _start(self, line: str) -> "subprocess.Popen[str]":
-        for home in ("~", "$HOME") if self.checkout is not None else ():
-            line = line.replace(f"{home}/django-idempotency", str(self.checkout))
+        for home in ("~", "$HOME"):
+            line = line.replace(f"{home}/django-idempotency", str(self.checkout or ROOT))
         return subprocess.Popen(
             ["bash", "-c", line],
             cwd=self.folder,
