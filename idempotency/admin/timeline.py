@@ -185,14 +185,14 @@ def draw(
     )
 
 
-_HATCH = SafeString(
-    "<defs>"
-    + "".join(
-        f'<pattern id="{name}" patternUnits="userSpaceOnUse" width="6" height="6"'
-        f' patternTransform="rotate(45)"><path class="{name}" d="M1.5 0v6"/></pattern>'
-        for name in ("idem-hatch", "idem-hatch-unanswered")
-    )
-    + "</defs>"
+_HATCH = format_html(
+    "<defs>{}</defs>",
+    format_html_join(
+        "",
+        '<pattern id="{0}" patternUnits="userSpaceOnUse" width="6" height="6"'
+        ' patternTransform="rotate(45)"><path class="{0}" d="M1.5 0v6"/></pattern>',
+        [("idem-hatch",), ("idem-hatch-unanswered",)],
+    ),
 )
 
 

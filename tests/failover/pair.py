@@ -76,7 +76,11 @@ class Pair:
 
     def promote(self) -> None:
         """Make the standby the primary; the other node keeps its state."""
-        ask(self.standby, "SELECT pg_promote(true, 30)")
+        while True:
+            # The standby cancels a query that needs rows which the primary has removed.
+            with suppress(psycopg.errors.SerializationFailure):
+                ask(self.standby, "SELECT pg_promote(true, 30)")
+                break
         self.primary, self.standby = self.standby, self.primary
 
     def rebuild(self) -> None:
