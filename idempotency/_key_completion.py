@@ -55,11 +55,19 @@ class AbandonedKeys:
                 self._left = []
                 self._waiting = _waiting(self._alias, self._batch_size, self._left)
 
-    def complete(self, stop: Callable[[], bool]) -> Counter[str]:
+    def complete(
+        self, stop: Callable[[], bool], between: Callable[[Callable[[], bool]], bool]
+    ) -> Counter[str]:
         """Run keys until none is left in the pass, or ``stop`` returns True. Return the numbers of
-        results."""
+        results. Before each key call ``between``, which does other work, and returns whether more
+        of it is left."""
         counts: Counter[str] = Counter()
-        while not stop() and (key := self._next()) is not None:
+        while not stop():
+            more = between(stop)
+            if (key := self._next()) is None:
+                if more:
+                    continue
+                break
             pk, attempts, stuck_for = key
             # Do not claim a key whose recovery point is unknown: each claim would add to its
             # history.

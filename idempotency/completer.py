@@ -11,6 +11,7 @@ from functools import partial
 
 from django.db import connections, router
 
+from idempotency._bulk_work import Turns
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._key_completion import AbandonedKeys, complete_by_id
 from idempotency.models import IdempotencyKey
@@ -40,8 +41,8 @@ def complete_once(
     On return each key that was claimed is finished, stuck, or released. A released key is due again
     after a wait that doubles with each run. Exceptions of views are logged and stored on the key.
     Scopes take turns, so that failing keys of one scope do not delay the others. The pass also runs
-    keys that become due while it runs other keys. It ends when no key is left that was due when it
-    began.
+    keys that become due while it runs other keys. Between the keys it does bulk work of the admin.
+    It ends when no key is left that was due when it began, and no bulk work.
 
     - ``batch_size``: the number of keys read at a time, at most ten of each scope.
     - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in
@@ -58,7 +59,7 @@ def complete_once(
         return CompletePass(finished=IdempotencyKey.objects.using(alias).abandoned().count())
     keys = AbandonedKeys(alias, batch_size)
     keys.begin()
-    run_keys = partial(keys.complete, stop)
+    run_keys = partial(keys.complete, stop, Turns(alias).take)
 
     def run_keys_and_disconnect() -> Counter[str]:
         try:

@@ -29,8 +29,8 @@ from idempotency._engine import decisions, events, replication, rows
 from idempotency._engine.adapter import HTTP, adapter_of
 from idempotency._engine.decisions import Decision
 from idempotency._engine.outer_transactions import require_no_transaction
+from idempotency._key_completion import complete_by_id
 from idempotency._records import HOOKS_FAILED
-from idempotency.completer import complete_key
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
@@ -97,7 +97,7 @@ def complete_now(
     del seen  # A token is no local variable while the view runs; see idempotency._hidden.
     if not handed_back:
         return None
-    return complete_key(pk, using=_alias(using)) or "handed back"
+    return complete_by_id(pk, 0, _alias(using)) or "handed back"
 
 
 def calls_of(pk: int, *, using: str | None = None) -> str:

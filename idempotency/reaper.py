@@ -31,7 +31,7 @@ from idempotency._states import held
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import STAGED_JOBS, took_effect
-from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob, TrafficCount
+from idempotency.models import BulkWork, IdempotencyKey, ProcessedMessage, StagedJob, TrafficCount
 
 logger = logging.getLogger("idempotency")
 
@@ -39,6 +39,8 @@ logger = logging.getLogger("idempotency")
 MESSAGE_RETENTION = timedelta(days=30)
 #: The dashboard shows the traffic of seven days.
 TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
+#: The time for which the admin shows bulk work that is finished, or can resume stopped work.
+BULK_WORK_RETENTION = timedelta(days=8)
 #: After a batch the reaper sleeps for this multiple of its duration, to limit the load on claims.
 #: It can still delete forty million keys a day; see ``python -m benchmarks.reaper``.
 RESTS_FOR_A_BATCH = 19
@@ -86,11 +88,12 @@ def reap_once(
 
     Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and
     refused keys after the retention, messages of the inbox after 30 days, and counts of requests
-    after 8 days. It keeps the message of a job that is still staged, and deletes a failed job that
-    took effect later. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A
-    key that cannot be deleted is kept, for example because a row or a trigger of the project
-    protects it; the reason is logged. If time limits prevent the deletion of a whole batch, another
-    transaction probably locks a table: the pass ends, and the next pass deletes the later keys.
+    and bulk work after 8 days. It keeps the message of a job that is still staged, and deletes a
+    failed job that took effect later. The ``on_delete`` action of each foreign key to
+    IdempotencyKey is applied. A key that cannot be deleted is kept, for example because a row or a
+    trigger of the project protects it; the reason is logged. If time limits prevent the deletion
+    of a whole batch, another transaction probably locks a table: the pass ends, and the next pass
+    deletes the later keys.
 
     Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their
     creation or from the last hand-back. If no run holds an overdue key, ``on_abandon`` of its view
@@ -132,6 +135,8 @@ def reap_once(
         TrafficCount.objects.using(alias).filter(
             minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES
         ).delete()
+        old = Q(finished_at__lt=(at := Now() - BULK_WORK_RETENTION)) | Q(stopped_at__lt=at)
+        BulkWork.objects.using(alias).filter(old).delete()
     return ReapPass(**counts)
 
 

@@ -46,6 +46,7 @@ KINDS = {
     "KEY_VALIDATOR": "callable or dotted path",
     "ERROR_RENDERER": "callable or dotted path",
     "PREPARE_REQUEST": "callable or dotted path",
+    "ANSWER_FOR_KEY": "callable or dotted path",
 }
 #: Notes for fields that need one, and have no help text in the code.
 NOTES = {

@@ -10,9 +10,12 @@ decision.
 # ruff: noqa: S608 - only names and conditions are formatted into statements
 
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
+
+from django.db import connections
 
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.events import announce_stuck, log
@@ -49,14 +52,15 @@ class Decision:
         return f"by {self.by}: {self.note}" if self.note else f"by {self.by}"
 
 
-def _calls(using: str) -> str:
+def calls_expression(using: str, key: str = "k") -> str:
     """Return an expression whose value changes with each ``key.call()``, and with each at-most-once
-    call whose result is recorded or whose intent is deleted."""
-    begun = statements_for(using).dialect.seconds_between.format("k.created_at", "k.call_begun_at")
+    call whose result is recorded or whose intent is deleted. The table of keys is named ``key``."""
+    between = statements_for(using).dialect.seconds_between
+    begun = between.format(f"{key}.created_at", f"{key}.call_begun_at")
     return one_line(f"""
         (SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0)
             || '/' || COALESCE(CAST({begun} AS text), '')
-        FROM {DownstreamCall._meta.db_table} AS c WHERE c.key_id = k.id)
+        FROM {DownstreamCall._meta.db_table} AS c WHERE c.key_id = {key}.id)
     """)
 
 
@@ -113,15 +117,7 @@ def release_lock(decision: Decision) -> bool:
 
 
 def hand_back(decision: Decision) -> bool:
-    text = statements_for(decision.using)
-    return _change(
-        decision,
-        "locked_until = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, "
-        f"handed_back_at = {text.now}, {CLEAR_STUCK}",
-        f"{text.unlocked} AND k.refused_at IS NULL AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
-        event=HistoryEvent.HANDED_BACK,
-        detail=f"to the completer, {decision.signed}",
-    )
+    return _change(decision, **CHANGES["hand_back"](decision.signed, decision.using))
 
 
 def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -> bool:
@@ -129,7 +125,8 @@ def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -
     return _change(
         decision,
         f"{text.finished}, refused_at = NULL",
-        text.unlocked + (f" AND {_calls(decision.using)} = %(calls)s" if calls is not None else ""),
+        text.unlocked
+        + (f" AND {calls_expression(decision.using)} = %(calls)s" if calls is not None else ""),
         event=HistoryEvent.ANSWERED,
         detail=f"{response.event_detail}, {decision.signed}",
         calls=calls,
@@ -138,30 +135,85 @@ def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -
 
 
 def acknowledge(decision: Decision) -> bool:
-    return _change(
-        decision,
-        f"acknowledged_at = {statements_for(decision.using).now}",
-        "k.stuck_at IS NOT NULL AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
-        event=HistoryEvent.ACKNOWLEDGED,
-        detail=decision.signed,
-        moves=False,
-    )
+    return _change(decision, **CHANGES["acknowledge"](decision.signed, decision.using))
 
 
 def unacknowledge(decision: Decision) -> bool:
-    return _change(
-        decision,
-        "acknowledged_at = NULL",
-        "k.stuck_at IS NOT NULL AND k.acknowledged_at >= k.stuck_at",
-        event=HistoryEvent.UNACKNOWLEDGED,
-        detail=decision.signed,
-        moves=False,
-    )
+    return _change(decision, **CHANGES["unacknowledge"](decision.signed, decision.using))
+
+
+def _hand_back(signed: str, using: str) -> dict[str, Any]:
+    text = statements_for(using)
+    return {
+        "changes": "locked_until = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, "
+        f"handed_back_at = {text.now}, {CLEAR_STUCK}",
+        "condition": f"{text.unlocked} AND k.refused_at IS NULL"
+        f" AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
+        "event": HistoryEvent.HANDED_BACK,
+        "detail": f"to the completer, {signed}",
+    }
+
+
+def _acknowledge(signed: str, using: str) -> dict[str, Any]:
+    return {
+        "changes": f"acknowledged_at = {statements_for(using).now}",
+        "condition": "k.stuck_at IS NOT NULL"
+        " AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
+        "event": HistoryEvent.ACKNOWLEDGED,
+        "detail": signed,
+        "moves": False,
+    }
+
+
+def _unacknowledge(signed: str, using: str) -> dict[str, Any]:
+    return {
+        "changes": "acknowledged_at = NULL",
+        "condition": "k.stuck_at IS NOT NULL AND k.acknowledged_at >= k.stuck_at",
+        "event": HistoryEvent.UNACKNOWLEDGED,
+        "detail": signed,
+        "moves": False,
+    }
+
+
+#: The changes that are the same for each key, by the name of the decision.
+CHANGES: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "hand_back": _hand_back,
+    "acknowledge": _acknowledge,
+    "unacknowledge": _unacknowledge,
+}
+
+
+def change_many(
+    name: str, seen: Sequence[tuple[int, uuid.UUID | None, str]], signed: str, *, using: str
+) -> set[int]:
+    """Decide about many keys in one statement of PostgreSQL, each as the operator saw it: its id,
+    claim token and recovery point. Return the ids of the changed keys."""
+    change = CHANGES[name](signed, using)
+    moves = "claim_token = %(token)s, " if change.get("moves", True) else ""
+    statement = one_line(f"""
+        UPDATE {TABLE} AS k
+        SET {moves}{change["changes"]}, history = {statements_for(using).history}
+        FROM unnest(%(ids)s::bigint[], %(seen)s::uuid[], %(points)s::text[]) AS s (id, seen, at)
+        WHERE k.id = s.id AND k.claim_token IS NOT DISTINCT FROM s.seen
+        AND k.recovery_point = s.at AND k.finished_at IS NULL AND {change["condition"]}
+        RETURNING k.id, k.scope, k.idempotency_key
+    """)
+    ids, tokens, points = zip(*seen, strict=True)
+    detail = summary(change["detail"], _MAX_DETAIL_LENGTH)
+    parameters: dict[str, Any] = {"ids": list(ids), "seen": list(tokens), "points": list(points)}
+    parameters |= {"token": uuid.uuid4(), "event": change["event"], "detail": detail}
+    with connections[using].cursor() as cursor:
+        cursor.execute(statement, parameters)
+        changed = cursor.fetchall()
+    for _, scope, value in changed:
+        key = IdempotencyKey(scope=scope, idempotency_key=value)
+        log(WARNING, "key %s: %s %s", key, change["event"], detail)
+    return {row[0] for row in changed}
 
 
 def calls_of(pk: int, *, using: str) -> str:
     """Return a text that changes with each ``key.call()``. It is empty if there is no such key."""
-    statement = f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s"
+    statement = f"SELECT {calls_expression(using)} FROM {TABLE} AS k WHERE k.id = %(id)s"
     row = fetch(statement, Hidden({"id": pk}), using)
     return row[0] if row else ""
 

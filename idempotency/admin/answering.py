@@ -13,6 +13,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency import conf, interventions
+from idempotency._bulk_answers import response_of
 from idempotency._http import responses
 from idempotency._http.routes import options_for
 from idempotency._operations.definition import METHOD
@@ -21,7 +22,6 @@ from idempotency.models import IdempotencyKey
 
 #: The number of newest keys that are searched for a template.
 MAX_SEARCHED = 1000
-_TYPES = {"json": "application/json", "text": "text/plain; charset=utf-8"}
 _STATUS_HELP = _(
     "A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at"
     " fault."
@@ -106,10 +106,7 @@ class AnswerFields(PreviewedForm):
                 gettext("%(mistake)s Correct it, or choose plain text.") % {"mistake": mistake},
             )
             return cleaned
-        content_type = _TYPES[cleaned["kind"] if body else "text"]
-        cleaned["response"] = response = HttpResponse(
-            body, status=cleaned["status"], content_type=content_type
-        )
+        cleaned["response"] = response = response_of(cleaned["status"], cleaned["kind"], body)
         cleaned["told"] = f"status {cleaned['status']}"
         if problem := interventions.answer_problem(response):
             self.add_error(None, problem)

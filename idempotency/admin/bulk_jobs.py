@@ -1,26 +1,23 @@
 """The actions on failed jobs: retry, discard."""
 
 from collections.abc import Iterable
-from datetime import datetime
 from typing import Any
 
 from django.contrib.admin.models import DELETION
-from django.db import router
 from django.db.models import Case, Min, When
 from django.db.models.fields.json import KeyTextTransform
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import gettext_noop, ngettext_lazy
+from django.utils.translation import ngettext_lazy
 
-from idempotency import interventions
 from idempotency._records import STAGED_OPERATION
-from idempotency.admin.bulk import CHANGED, BulkAction, Group
+from idempotency.admin.bulk import BulkAction, Group
 from idempotency.admin.error_groups import ErrorPattern, group_of
 from idempotency.models import StagedJob
 from idempotency.monitoring.measures import counted
 
 
 class _OfJobs(BulkAction):
-    column = "failed_at"
+    column, changed = "failed_at", ("failed_at",)
     others = _("not failed, or no longer failed")
     sample_template = "admin/idempotency/stagedjob/sample.html"
 
@@ -39,9 +36,6 @@ class _OfJobs(BulkAction):
                 kind.number,
             )
 
-    def changed_at(self, row: Any) -> Iterable[datetime | None]:
-        return (row.failed_at,)
-
     def group(self, row: Any) -> Group:
         return Group(row.label, group_of(row.last_error))
 
@@ -57,10 +51,6 @@ class Retry(_OfJobs):
     done = ngettext_lazy("%(count)s job is due again.", "%(count)s jobs are due again.", "count")
     logged = "Made due again."
 
-    def act(self, row: Any, *, by: str, note: str) -> str:
-        using = router.db_for_write(StagedJob, instance=row)
-        return "" if interventions.retry_jobs([row.pk], using=using) else CHANGED
-
 
 class Discard(_OfJobs):
     """Delete failed jobs, so that they never run."""
@@ -72,8 +62,3 @@ class Discard(_OfJobs):
     )
     done = ngettext_lazy("%(count)s job was discarded.", "%(count)s jobs were discarded.", "count")
     logged, flag = "Discarded.", DELETION
-
-    def act(self, row: Any, *, by: str, note: str) -> str:
-        using = router.db_for_write(StagedJob, instance=row)
-        left = gettext_noop("running now, or changed after the confirmation was shown")
-        return "" if interventions.discard_jobs([row.pk], using=using) else left

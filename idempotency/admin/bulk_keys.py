@@ -1,53 +1,50 @@
 """The actions on many keys: hand back, acknowledge, undo acknowledge."""
 
-from collections.abc import Callable, Iterable
-from datetime import datetime
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from django.db import router
 from django.utils.text import format_lazy
 from django.utils.translation import gettext, gettext_noop, ngettext_lazy
 from django.utils.translation import gettext_lazy as _
 
-from idempotency import interventions
+from idempotency._bulk_work import RUNNING
 from idempotency._states import KeyState
-from idempotency.admin.bulk import CHANGED, FINISHED, RUNNING, BulkAction, Group
+from idempotency.admin.bulk import BulkAction, Group
 from idempotency.admin.stuck_codes import LAST_CALL, STUCK_CODES
 from idempotency.exceptions import StuckCode
-from idempotency.models import IdempotencyKey
 from idempotency.monitoring.measures import counted
 
-_COLUMNS = (
-    "pk", "claim_token", "recovery_point", "stuck_code", "created_at", "last_run_at", "stuck_at",
-    "handed_back_at", "acknowledged_at",
-)  # fmt: skip
+#: The states of unfinished keys that no run holds.
+UNLOCKED = (KeyState.STUCK, KeyState.ACKNOWLEDGED, KeyState.ABANDONED, KeyState.WAITING)
 _OWN_CODE = _("Your views raise this code. First do what the reasons of these keys say.")
 
 
-class _OfKeys(BulkAction):
+class KeyAction(BulkAction):
+    """An action on unfinished keys."""
+
     column = "created_at"
+    changed: ClassVar[tuple[str, ...]] = (
+        *("last_run_at", "stuck_at", "handed_back_at", "acknowledged_at"),
+    )
     others = _("finished or refused")
-    intervene: ClassVar[Callable[..., bool]]
+    #: The states of the keys that the action changes, and the reason for the other keys.
+    states: ClassVar[tuple[KeyState, ...]]
+    other_state: ClassVar[str]
 
     def concerned(self, rows: Any) -> Any:
-        return rows.unfinished().only(*_COLUMNS)
+        return rows.unfinished()
+
+    def eligible(self, rows: Any) -> Any:
+        return self.concerned(rows).filter(state__in=self.states)
 
     def kinds(self, rows: Any) -> Iterable[tuple[Any, int]]:
         for row in counted(rows.unfinished(), "state", "stuck_code"):
             yield row, row.number
 
-    def changed_at(self, row: Any) -> Iterable[datetime | None]:
-        return row.last_run_at, row.stuck_at, row.handed_back_at, row.acknowledged_at
-
-    def act(self, row: Any, *, by: str, note: str) -> str:
-        using = router.db_for_write(IdempotencyKey, instance=row)
-        if type(self).intervene(
-            row.pk, row.claim_token, by=by, at=row.recovery_point, note=note, using=using
-        ):
-            return ""
-        keys: Any = IdempotencyKey.objects.using(using).filter(pk=row.pk)
-        now = keys.with_state().values_list("state", flat=True).first()
-        return {KeyState.IN_FLIGHT: RUNNING, KeyState.FINISHED: FINISHED}.get(now, CHANGED)
+    def why_not(self, row: Any) -> str:
+        if row.state == KeyState.IN_FLIGHT:
+            return RUNNING
+        return "" if row.state in self.states else self.other_state
 
     def group(self, row: Any) -> Group:
         state = str(KeyState(row.state).label)
@@ -61,7 +58,7 @@ class _OfKeys(BulkAction):
         raise NotImplementedError
 
 
-class HandBack(_OfKeys):
+class HandBack(KeyAction):
     """Hand unfinished keys back to the completer."""
 
     name, label, permission = (
@@ -83,13 +80,15 @@ class HandBack(_OfKeys):
         "count",
     )
     logged = "Handed back to the completer."
-    intervene = staticmethod(interventions.hand_back)
+    states = UNLOCKED
+
+    def eligible(self, rows: Any) -> Any:
+        return super().eligible(rows).exclude(stuck_code=StuckCode.ON_ABANDON)
 
     def why_not(self, row: Any) -> str:
-        if row.state == KeyState.IN_FLIGHT:
-            return RUNNING
         is_in_it = row.stuck_code == StuckCode.ON_ABANDON
-        return gettext_noop("stuck in on_abandon (answer them instead)") if is_in_it else ""
+        in_it = gettext_noop("stuck in on_abandon (answer them instead)") if is_in_it else ""
+        return super().why_not(row) or in_it
 
     def meant(self, label: str, row: Any) -> Group:
         if not row.stuck_code:
@@ -101,7 +100,7 @@ class HandBack(_OfKeys):
         return Group(label, f"{instead} {found.cure}".strip(), found.needs_an_answer)
 
 
-class Acknowledge(_OfKeys):
+class Acknowledge(KeyAction):
     """Remove stuck keys from the list of stuck keys."""
 
     name, label, permission = "acknowledge", _("Acknowledge"), "acknowledge_idempotencykey"
@@ -113,21 +112,19 @@ class Acknowledge(_OfKeys):
         "%(count)s key was acknowledged.", "%(count)s keys were acknowledged.", "count"
     )
     logged = "Acknowledged."
-    intervene = staticmethod(interventions.acknowledge)
+    states, other_state = (KeyState.STUCK,), gettext_noop("not stuck")
 
     def why_not(self, row: Any) -> str:
-        if row.state == KeyState.IN_FLIGHT:
-            return RUNNING
         if row.state == KeyState.ACKNOWLEDGED:
             return gettext_noop("acknowledged already")
-        return "" if row.state == KeyState.STUCK else gettext_noop("not stuck")
+        return super().why_not(row)
 
     def meant(self, label: str, row: Any) -> Group:
         found = STUCK_CODES.get(row.stuck_code)
         return Group(label, str(found.cure if found else _OWN_CODE))
 
 
-class Unacknowledge(_OfKeys):
+class Unacknowledge(KeyAction):
     """Put acknowledged keys back on the list of stuck keys."""
 
     name, label = "unacknowledge", _("Undo acknowledge")
@@ -139,12 +136,7 @@ class Unacknowledge(_OfKeys):
         "count",
     )
     logged = "Unacknowledged."
-    intervene = staticmethod(interventions.unacknowledge)
-
-    def why_not(self, row: Any) -> str:
-        if row.state == KeyState.IN_FLIGHT:
-            return RUNNING
-        return "" if row.state == KeyState.ACKNOWLEDGED else gettext_noop("not acknowledged")
+    states, other_state = (KeyState.ACKNOWLEDGED,), gettext_noop("not acknowledged")
 
     def meant(self, label: str, row: Any) -> Group:
         return Group(label, str(self.explanation))

@@ -1,35 +1,42 @@
-"""The pages of an action on many rows: the confirmation, and the progress after each chunk.
+"""The pages of an action on many rows: the confirmation, and the progress of the work.
 
-The form of the page contains the signed work. Each POST of the form processes one chunk. A script
-submits the form; without JavaScript the person presses its button.
+The form of the confirmation begins the work, which the completers do. The page of the work does a
+part of it with each POST, so that it ends without a completer too. A script submits the form of
+that page; without JavaScript the person presses its button.
 """
 
+import uuid
 from collections import Counter
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.contrib.admin.models import LogEntry
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import PAGE_VAR
 from django.core import signing
 from django.core.exceptions import ValidationError
+from django.db import router
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import get_object_or_404
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.functional import Promise
 from django.utils.translation import gettext
 
+from idempotency import _bulk_work
+from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency.admin.actions import note_field, noted, username
 from idempotency.admin.bodies import log_looks, may_view_bodies
-from idempotency.admin.bulk import BulkAction, Group, Work, in_order, work_on
+from idempotency.admin.bulk import BulkAction, Confirmation, Group, report
 from idempotency.admin.filters import AS_OF
 from idempotency.admin.reading import ReadOnlyAdmin
 from idempotency.admin.refusals import refused
+from idempotency.models import BulkWork
 
 #: The query parameter with the ids of chosen rows. Without it, the action applies to all rows that
 #: the filters select.
@@ -39,7 +46,7 @@ MAX_SAMPLE = 20
 
 
 class BulkForm(forms.Form):
-    """The form of the confirmation and of the progress page."""
+    """The form of the confirmation."""
 
     note = note_field()
     work = forms.CharField(widget=forms.HiddenInput)
@@ -48,10 +55,18 @@ class BulkForm(forms.Form):
         super().__init__(*args, **kwargs)
         self.action = action
 
-    def clean_work(self) -> Work:
-        """Return the work; raise ValidationError if this site has not signed it."""
+    def asks_again(self) -> bool:
+        """Return whether the person must still confirm the data."""
+        return False
+
+    def answer(self) -> dict[str, Any] | None:
+        """Return the answer to store for each key, if that is the action."""
+        return None
+
+    def clean_work(self) -> Confirmation:
+        """Return what was confirmed; raise ValidationError if this site has not signed it."""
         try:
-            return Work.of(self.cleaned_data["work"], self.action)
+            return Confirmation.of(self.cleaned_data["work"], self.action)
         except signing.BadSignature:
             raise ValidationError(gettext("This page was out of date. Nothing was done.")) from None
 
@@ -65,9 +80,11 @@ class BulkAdmin(ReadOnlyAdmin):
 
     def get_urls(self) -> list[URLPattern]:
         """Add the pages of the actions."""
-        name = f"idempotency_{self.opts.model_name}_bulk"
+        name, view = f"idempotency_{self.opts.model_name}_bulk", self.admin_site.admin_view
+        work = "bulk/<slug:name>/<uuid:pk>/"
         return [
-            path("bulk/<slug:name>/", self.admin_site.admin_view(self.bulk_view), name=name),
+            path("bulk/<slug:name>/", view(self.bulk_view), name=name),
+            path(work, view(self.work_view), name=f"{name}_work"),
             *super().get_urls(),
         ]
 
@@ -108,64 +125,106 @@ class BulkAdmin(ReadOnlyAdmin):
         return f"{reverse(view, args=(action.name,))}?{IDS}={ids}"
 
     def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
-        """Show the confirmation for all rows that match the query. Each confirmed POST processes
-        one chunk of the rows."""
-        action = next((action for action in self.bulk if action.name == name), None)
-        if action is None:
-            raise Http404
+        """Show the confirmation for all rows that match the query. The confirmed form begins the
+        work, and leads to its page."""
+        action = self._action(name)
         if not self.holds(request, action.permission):
             return refused(self, request, action.permission)
-        ids = request.GET.get(IDS)
-        back = self._list_url(request)
-        form = BulkForm(action, request.POST or None)
-        confirmed = request.method == "POST" and form.is_valid()
-        if confirmed:
-            setattr(request, AS_OF, form.cleaned_data["work"].read_at)
+        ids, sent = request.GET.get(IDS), BulkForm(action, request.POST or None)
+        if sent.is_valid():
+            setattr(request, AS_OF, sent.cleaned_data["work"].read_at)
         try:
             rows = self._matching(request, ids)
         except IncorrectLookupParameters:
             return HttpResponseRedirect(self._list_url())
-        context: dict[str, Any] = {
-            "title": action.label,
-            "opts": self.opts,
-            "action": action,
-            "back": back,
-        }
-        if confirmed:
-            work, note = form.cleaned_data["work"], form.cleaned_data["note"]
-            if self._is_last_chunk(request, action, rows, work, note):
-                level = messages.SUCCESS if work.done >= work.expected else messages.WARNING
-                self.message_user(request, work.report(action), level)
-                return HttpResponseRedirect(back)
-            context |= {
-                "work": work,
-                "report": work.progress(action),
-                "form": BulkForm(action, initial={"work": work.signed(action), "note": note}),
-            }
-            return self._page(request, "progress", context)
+        form_class: type[BulkForm] = action.form_for(rows) or BulkForm
+        form = form_class(action, request.POST or None)
+        problem = action.problem(rows)
+        if form.is_valid() and not problem and not form.asks_again():
+            work = self._begin(request, action, rows, form)
+            return HttpResponseRedirect(self._work_url(request, work))
         question = _question(action, rows, ids)
-        initial = {"work": question["work"].signed(action), "note": request.POST.get("note")}
-        context |= question | {"form": BulkForm(action, initial=initial), "errors": form.errors}
-        context["with_bodies"] = bool(action.sample_template) and may_view_bodies(request)
-        if context["with_bodies"]:
+        context = self._context(request, action) | question
+        context |= {"problem": problem, "with_bodies": may_view_bodies(request)}
+        if form_class is BulkForm or not sent.is_valid():
+            initial = {"work": question["work"].signed(action), "note": request.POST.get("note")}
+            context |= {"form": form_class(action, initial=initial), "errors": sent.errors}
+        else:
+            context |= {"form": form, "errors": {}}
+            context["answers"] = self._preview(request, action, rows, form)
+        if context["with_bodies"] and question["sample"]:
             log_looks(request, question["sample"])
         return self._page(request, "question", context)
 
-    # The change of each row commits separately, so that a later error does not undo it.
-    bulk_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+    def _preview(self, request: HttpRequest, action: Any, rows: Any, form: Any) -> list[Any]:
+        """Return the answers of the first keys; an empty list if the person wants to edit."""
+        if not form.is_valid() or form.preview() is None:
+            return []
+        keys = list(action.chosen(rows, form.cleaned_data["work"].read_at)[:MAX_SAMPLE])
+        if may_view_bodies(request):
+            log_looks(request, keys)
+        return list(action.samples(keys, form.answer()))
 
-    def _is_last_chunk(
-        self, request: HttpRequest, action: BulkAction, rows: QuerySet[Any], work: Work, note: str
-    ) -> bool:
-        changed: list[Any] = []
-        try:
-            return work_on(action, rows, work, changed, by=username(request), note=note)
-        finally:
-            if changed:
-                person = cast(int, request.user.pk)
-                LogEntry.objects.log_actions(
-                    person, changed, action.flag, noted(action.logged, note)
-                )
+    def work_view(self, request: HttpRequest, name: str, pk: uuid.UUID) -> HttpResponse:
+        """Show the progress of a work. A POST stops it, resumes it, or does a part of it."""
+        action, alias = self._action(name), router.db_for_write(self.model)
+        if not self.holds(request, action.permission):
+            return refused(self, request, action.permission)
+        works = BulkWork.objects.using(alias).filter(pk=pk, action=name)
+        step, advanced = request.POST.get("step", ""), True
+        if step in ("stop", "resume"):
+            stopped_at = Now() if step == "stop" else None
+            works.filter(finished_at=None).update(stopped_at=stopped_at, error="")
+        elif step == "continue" and not in_outer_transaction(alias):
+            advanced = _bulk_work.work_off(alias, pk)
+        work = get_object_or_404(works)
+        context = self._context(request, action) | {"work": work, "report": report(work, action)}
+        if step == "continue" and work.finished_at:
+            level = messages.SUCCESS if work.done >= work.expected else messages.WARNING
+            self.message_user(request, context["report"], level)
+            return HttpResponseRedirect(context["back"])
+        return self._page(request, "progress", context | {"advanced": advanced})
+
+    # Each chunk of the work is a transaction of its own.
+    bulk_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+    work_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+
+    def _begin(
+        self, request: HttpRequest, action: BulkAction, rows: QuerySet[Any], form: BulkForm
+    ) -> BulkWork:
+        sent = form.cleaned_data
+        confirmation: Confirmation = sent["work"]
+        work = BulkWork(
+            pk=uuid.UUID(confirmation.id),
+            action=action.name,
+            by=username(request),
+            user_id=str(request.user.pk),
+            note=sent["note"],
+            answer=form.answer(),
+            log_message=noted(action.logged.format(told=sent.get("told")), sent["note"]),
+            log_flag=action.flag,
+            expected=confirmation.expected,
+            unchanged=confirmation.unchanged,
+        )
+        chosen = action.chosen(rows, confirmation.read_at)
+        _bulk_work.begin(work, chosen.using(router.db_for_write(self.model)))
+        return work
+
+    def _action(self, name: str) -> BulkAction:
+        action = next((action for action in self.bulk if action.name == name), None)
+        if action is None:
+            raise Http404
+        return action
+
+    def _context(self, request: HttpRequest, action: BulkAction) -> dict[str, Any]:
+        back = self._list_url(request)
+        return {"title": action.label, "opts": self.opts, "action": action, "back": back}
+
+    def _work_url(self, request: HttpRequest, work: BulkWork) -> str:
+        name = f"{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk_work"
+        query = request.GET.copy()
+        query.pop(IDS, None)
+        return f"{reverse(name, args=(work.action, work.pk))}?{query.urlencode()}"
 
     def _matching(self, request: HttpRequest, ids: str | None) -> QuerySet[Any]:
         """Return the rows with these ids; without ids, the rows that the filters and the search of
@@ -209,22 +268,20 @@ def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any)
 
 
 def _question(action: BulkAction, rows: QuerySet[Any], ids: str | None) -> dict[str, Any]:
-    """Return the data for the confirmation, and the work before its first chunk. All matching rows
-    are counted."""
-    ordered = in_order(action, rows)
-    sample, last = list(ordered[:MAX_SAMPLE]), ordered.reverse()[:1]
+    """Return the data for the confirmation. All matching rows are counted."""
+    first = action.concerned(rows).order_by(action.column, "pk").first()  # has the time
     groups: Counter[Group] = Counter()
-    eligible = expected = 0
+    unchanged: Counter[str] = Counter()
     for row, number in action.kinds(rows):
         groups[action.group(row)] += number
-        expected += number
-        eligible += 0 if action.why_not(row) else number
-    as_of = sample[0].read_at.isoformat() if sample else ""
-    until = next(((row.place, str(row.pk)) for row in last), None)
+        unchanged[action.why_not(row)] += number
+    expected, eligible = unchanged.total(), unchanged.pop("", 0)
+    as_of = first.read_at.isoformat() if first is not None else ""
+    sample = action.eligible(rows).order_by(action.column, "pk")[:MAX_SAMPLE]
     return {
         "groups": groups.most_common(),
         "eligible": eligible,
-        "sample": [row for row in sample if not action.why_not(row)],
+        "sample": list(sample) if action.sample_template else [],
         "others": len(ids.split(",")) - expected if ids else 0,
-        "work": Work(as_of, expected, until=until),
+        "work": Confirmation(as_of, expected, dict(unchanged)),
     }

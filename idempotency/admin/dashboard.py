@@ -22,6 +22,7 @@ from django.utils.translation import gettext_lazy as _
 from idempotency._states import KeyState
 from idempotency.admin import charts, error_groups, traffic
 from idempotency.admin.bulk_pages import BulkAdmin
+from idempotency.admin.bulk_works import works_of
 from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
 from idempotency.admin.form_filters import range_query
@@ -100,6 +101,7 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     for part in parts:
         shown |= part.context
     shown["findings"] = [*found, *(finding for part in parts for finding in part.findings)]
+    shown["works"] = works_of(request, key_admin, site._registry.get(StagedJob))
     shown["notes"] = [note for part in parts for note in part.notes]
     return shown | _charts(every.db, request.GET.get("span", ""), shown.get("keys_url", ""))
 

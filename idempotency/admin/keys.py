@@ -22,6 +22,7 @@ from idempotency._states import KeyState, due_at
 from idempotency._text import cut, duration
 from idempotency.admin import dashboard, filters, recovery_points
 from idempotency.admin.bodies import PERMISSION, log_export, may_view_bodies
+from idempotency.admin.bulk_answer import Answer
 from idempotency.admin.bulk_keys import Acknowledge, HandBack, Unacknowledge
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.error_groups import group_of
@@ -64,7 +65,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         filters.MineFilter, filters.RequestGroupFilter, filters.ErrorGroupFilter,
     )  # fmt: skip
     sortable_by = ("age",)
-    bulk = (HandBack(), Acknowledge(), Unacknowledge())
+    bulk = (HandBack(), Answer(), Acknowledge(), Unacknowledge())
     ordering = ("-created_at",)
     search_fields = ("idempotency_key",)
     search_help_text = HELP

@@ -3,6 +3,7 @@
 import django.db.models.deletion
 import django.db.models.functions.datetime
 import idempotency.models
+import uuid
 from django.conf import settings
 from django.db import migrations, models
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
@@ -228,6 +229,48 @@ class Migration(migrations.Migration):
                 'verbose_name': 'traffic count',
                 'verbose_name_plural': 'traffic counts',
                 'constraints': [models.UniqueConstraint(fields=('minute', 'kind'), name='idempotency_traffic_unique')],
+            },
+        ),
+        migrations.CreateModel(
+            name='BulkWork',
+            fields=[
+                ('id', models.UUIDField(default=uuid.uuid4, editable=False, help_text='The form of the confirmation has it, so that a form sent twice begins once.', primary_key=True, serialize=False, verbose_name='id')),
+                ('action', models.CharField(max_length=50, verbose_name='action')),
+                ('by', models.CharField(help_text='The name of the person, for the history.', max_length=100, verbose_name='by')),
+                ('user_id', models.CharField(help_text='The person, for the log of the admin.', max_length=255, verbose_name='user id')),
+                ('note', models.CharField(blank=True, default='', max_length=150, verbose_name='note')),
+                ('answer', models.JSONField(blank=True, help_text='What the action Answer stores.', null=True, verbose_name='answer')),
+                ('log_message', models.CharField(max_length=300, verbose_name='message in the log of the admin')),
+                ('log_flag', models.PositiveSmallIntegerField(verbose_name='kind of the entries in the log of the admin')),
+                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), verbose_name='created at')),
+                ('worked_at', models.DateTimeField(blank=True, help_text='Time of the last progress.', null=True, verbose_name='worked at')),
+                ('stopped_at', models.DateTimeField(blank=True, help_text='Time at which a person or an error stopped it. Null: it continues.', null=True, verbose_name='stopped at')),
+                ('finished_at', models.DateTimeField(blank=True, null=True, verbose_name='finished at')),
+                ('error', models.TextField(blank=True, default='', help_text='The error that stopped it.', verbose_name='error')),
+                ('expected', models.PositiveIntegerField(help_text='Number of rows that the confirmation counted.', verbose_name='expected')),
+                ('done', models.PositiveIntegerField(default=0, help_text='Number of rows that were changed.', verbose_name='done')),
+                ('unchanged', models.JSONField(blank=True, default=dict, help_text='Numbers of rows that were not changed, by reason.', verbose_name='unchanged')),
+            ],
+            options={
+                'verbose_name': 'bulk work',
+                'verbose_name_plural': 'bulk works',
+                'default_permissions': (),
+            },
+        ),
+        migrations.CreateModel(
+            name='BulkRow',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('row', models.CharField(help_text='The id of the key or job.', max_length=36, verbose_name='row')),
+                ('seen', models.UUIDField(blank=True, help_text='The claim token of the key.', null=True, verbose_name='seen')),
+                ('at', models.CharField(blank=True, help_text='The recovery point of the key.', max_length=50, verbose_name='at')),
+                ('calls', models.TextField(blank=True, help_text='The calls of the key.', verbose_name='calls')),
+                ('work', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='rows', to='idempotency.bulkwork', verbose_name='bulk work')),
+            ],
+            options={
+                'verbose_name': 'row of a bulk work',
+                'verbose_name_plural': 'rows of bulk works',
+                'default_permissions': (),
             },
         ),
         # Nothing to undo: the table is dropped.

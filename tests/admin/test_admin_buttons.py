@@ -161,7 +161,8 @@ def test_the_log_of_the_admin_keeps_nothing_of_the_request_of_a_deleted_key() ->
     press(client, keys[0], "acknowledge", note="ticket 7")
     page = f"{KEYS}bulk/hand_back/?ids={keys[1].pk}"
     work = client.get(page).context["work"]
-    client.post(page, {"work": work.signed(HandBack()), "note": "ticket 7"})
+    url = client.post(page, {"work": work.signed(HandBack()), "note": "ticket 7"})["Location"]
+    client.post(url, {"step": "continue"})
     IdempotencyKey.objects.all().delete()
     entries = list(LogEntry.objects.values())
     assert len(entries) == 2

@@ -13,10 +13,12 @@ from django.db.models.functions import Now
 from django.test import Client
 from django.utils import timezone
 
-from idempotency import interventions
+from idempotency import _bulk_work, interventions
+from idempotency._engine import decisions
 from idempotency.admin import bulk
 from idempotency.admin.keys import IdempotencyKeyAdmin
-from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.completer import CompletePass, complete_once
+from idempotency.models import BulkWork, IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago, lock_end
 from tests.kit.threads import all_at_once
@@ -66,7 +68,7 @@ def choose(client: Client, page: str, action: str, rows: Any = (), *, across: bo
 
 
 def question(client: Client, url: str) -> dict[str, str]:
-    """Return what the form of the question, or of the progress, sends."""
+    """Return what the form of the question sends."""
     return sent_by(client.get(url))
 
 
@@ -75,11 +77,22 @@ def sent_by(page: Any) -> dict[str, str]:
     return {"work": unescape(work), "note": "ticket 7"}
 
 
+def confirm(client: Client, url: str, sent: dict[str, str]) -> str:
+    """Send the form of the question; return the URL of the work."""
+    return client.post(url, sent)["Location"]
+
+
+def work_on(client: Client, work: str) -> Any:
+    """Do one chunk of a work; return the page."""
+    return client.post(work, {"step": "continue"})
+
+
 def work_to_the_end(client: Client, url: str, sent: dict[str, str]) -> tuple[str, int]:
-    """Post until the action ends; return what the person is told, and the number of chunks."""
-    chunks = 1
-    while (page := client.post(url, sent)).status_code == 200:
-        sent, chunks = sent_by(page), chunks + 1
+    """Begin the work, and do it to its end on its page; return what the person is told, and the
+    number of chunks."""
+    work, chunks = confirm(client, url, sent), 1
+    while (page := work_on(client, work)).status_code == 200:
+        chunks += 1
         assert chunks < 50
     return told(client.get(page["Location"])), chunks
 
@@ -95,7 +108,8 @@ def numbers(text: str) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(_bulk_work, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(_bulk_work, "TURN_SECONDS", -1)  # A turn is one chunk.
 
 
 @pytest.mark.parametrize("action", ["hand_back", "acknowledge"])
@@ -156,7 +170,7 @@ def test_chosen_rows_alone_are_taken_and_those_that_run_are_left_alone() -> None
     assert (page.context["eligible"], page.context["others"]) == (2, 1)
     text, _ = work_to_the_end(client, url, sent_by(page))
     assert numbers(text) == [2, 1]
-    assert bulk.RUNNING in text
+    assert _bulk_work.RUNNING in text
     assert set(IdempotencyKey.objects.stuck()) == set(other)
 
 
@@ -190,10 +204,8 @@ def test_what_changes_after_the_question_is_left_alone_and_said_to_be() -> None:
     assert interventions.acknowledge(settled.pk, settled.claim_token, by="jane")
     IdempotencyKey.objects.filter(pk=running.pk).update(locked_until=lock_end())
     text, _ = work_to_the_end(client, f"{HAND_BACK}?state=unfinished", sent)
-    assert numbers(text)[0] == 1
-    assert sorted(numbers(text)) == [1, 1, 1, 2]
-    assert bulk.RUNNING in text
-    assert bulk.CHANGED in text
+    assert numbers(text) == [1, 4]
+    assert _bulk_work.CHANGED in text
     assert IdempotencyKey.objects.get(pk=same.pk).handed_back_at
     assert IdempotencyKey.objects.exclude(handed_back_at=None).count() == 1
 
@@ -202,7 +214,7 @@ def test_the_ages_of_rows_are_those_at_the_time_of_the_question() -> None:
     same, grown, left = (stuck_keys(1, created_at=ago(hours=hours))[0] for hours in (2, 1.1, 24.1))
     client, url = person(), f"{ACKNOWLEDGE}?state=stuck&age=day"
     action = next(action for action in bulk_actions() if action.name == "acknowledge")
-    work = bulk.Work(as_of=ago(minutes=10).isoformat(), expected=2)
+    work = bulk.Confirmation(as_of=ago(minutes=10).isoformat(), expected=2)
     text, _ = work_to_the_end(client, url, {"work": work.signed(action), "note": "ticket 7"})
     assert numbers(text) == [2]
     assert set(IdempotencyKey.objects.acknowledged()) == {same, left}
@@ -225,9 +237,9 @@ def test_rows_that_match_since_a_question_about_none_are_left_alone() -> None:
     client, url = person(), f"{ACKNOWLEDGE}?state=stuck&age=day"
     action = next(action for action in bulk_actions() if action.name == "acknowledge")
     stuck_keys(1, created_at=ago(hours=2))
-    work = bulk.Work(as_of="", expected=0)
+    work = bulk.Confirmation(as_of="", expected=0)
     text, _ = work_to_the_end(client, url, {"work": work.signed(action), "note": "ticket 7"})
-    assert bulk.CHANGED in text
+    assert numbers(text) == [0]
     assert not IdempotencyKey.objects.acknowledged().exists()
 
 
@@ -237,15 +249,15 @@ def test_a_key_that_a_run_claims_between_reading_and_writing_is_left_alone(
     client, (key,) = person(), stuck_keys(1)
     sent = question(client, ACKNOWLEDGE)
 
-    def late(*seen: Any, **more: Any) -> bool:
+    def late(decision: Any) -> bool:
         IdempotencyKey.objects.update(claim_token=uuid4(), locked_until=lock_end())
-        return interventions.acknowledge(*seen, **more)
+        return decisions.acknowledge(decision)
 
-    action = next(action for action in bulk_actions() if action.name == "acknowledge")
-    monkeypatch.setattr(type(action), "intervene", staticmethod(late))
+    monkeypatch.setattr(_bulk_work, "_changed_together", lambda *args: None)
+    monkeypatch.setitem(_bulk_work._OF_KEYS, "acknowledge", late)
     text, _ = work_to_the_end(client, ACKNOWLEDGE, sent)
     assert text.startswith("0 ")
-    assert bulk.RUNNING in text
+    assert _bulk_work.RUNNING in text
     assert IdempotencyKey.objects.get(pk=key.pk).acknowledged_at is None
 
 
@@ -255,34 +267,72 @@ def bulk_actions() -> Any:
     return admin.site._registry[IdempotencyKey].bulk
 
 
-def test_a_closed_page_keeps_what_was_done_and_the_next_page_asks_about_the_rest() -> None:
+def test_the_work_goes_on_when_the_page_is_closed() -> None:
     client = person()
     stuck_keys(7)
     url = f"{ACKNOWLEDGE}?state=stuck"
-    page = client.post(url, question(client, url))
+    work = confirm(client, url, question(client, url))
+    page = work_on(client, work)
     assert (page.context["work"].done, page.context["work"].expected) == (3, 7)
-    assert IdempotencyKey.objects.acknowledged().count() == 3
-    again = client.get(url)
-    assert again.context["eligible"] == 4
-    text, _ = work_to_the_end(client, url, sent_by(again))
-    assert numbers(text) == [4]
+    assert complete_once() == CompletePass()
+    page = client.get(work)
+    assert page.context["work"].finished_at
+    assert numbers(page.context["report"]) == [7]
     assert LogEntry.objects.count() == 7
+
+
+def test_work_is_stopped_and_resumed_by_those_who_may_act_and_shown_on_the_dashboard() -> None:
+    stuck_keys(7)
+    client, url = person("view_idempotencykey", "acknowledge_idempotencykey"), ACKNOWLEDGE
+    work = confirm(client, url, question(client, url))
+    client.post(work, {"step": "stop"})
+    page = work_on(client, work)
+    assert (page.context["work"].done, page.context["work"].stopped_at is None) == (0, False)
+    assert complete_once() == CompletePass()
+    viewer = person("view_idempotencykey")
+    for step in ("stop", "resume", "continue"):
+        assert viewer.post(work, {"step": step}).status_code == 403
+    (line,) = client.get(f"{KEYS}dashboard/").context["works"]
+    assert (line.work.visited, line.url) == (0, work.partition("?")[0])
+    assert viewer.get(f"{KEYS}dashboard/").context["works"] == []
+    client.post(work, {"step": "resume"})
+    complete_once()
+    assert numbers(client.get(work).context["report"]) == [7]
+
+
+def test_a_form_that_is_sent_twice_begins_one_work() -> None:
+    client = person()
+    stuck_keys(4)
+    sent = question(client, ACKNOWLEDGE)
+    assert confirm(client, ACKNOWLEDGE, sent) == confirm(client, ACKNOWLEDGE, sent)
+    assert BulkWork.objects.count() == 1
+
+
+def test_a_work_of_another_action_or_list_is_not_found() -> None:
+    client = person()
+    stuck_keys(1)
+    work = confirm(client, ACKNOWLEDGE, question(client, ACKNOWLEDGE))
+    for page in (work.replace("acknowledge", "hand_back"), f"{ACKNOWLEDGE}{uuid4()}/"):
+        assert client.get(page).status_code == 404
 
 
 def test_of_two_people_who_act_on_the_same_keys_each_key_is_counted_for_one() -> None:
     first, second, url = person(), person(), f"{ACKNOWLEDGE}?state=stuck"
     stuck_keys(8)
-    sent, sent_by_second = question(first, url), question(second, url)
-    page = first.post(url, sent)
-    by_second, _ = work_to_the_end(second, url, sent_by_second)
-    by_first, _ = work_to_the_end(first, url, sent_by(page))
-    assert (numbers(by_first), numbers(by_second)) == ([3, 5], [5, 3])
+    by_first = confirm(first, url, question(first, url))
+    by_second = confirm(second, url, question(second, url))
+    work_on(first, by_first)
+    while work_on(second, by_second).status_code == 200:
+        pass
+    while work_on(first, by_first).status_code == 200:
+        pass
+    reports = [numbers(first.get(work).context["report"]) for work in (by_first, by_second)]
+    assert reports == [[3, 5], [5, 3]]
     assert LogEntry.objects.count() == 8
 
 
 @pytest.mark.postgres
-def test_two_people_at_the_same_time_change_each_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "CHUNK_ROWS", 500)
+def test_two_people_at_the_same_time_change_each_key_once() -> None:
     people = [person(), person()]
     stuck_keys(30)
     sent = [question(client, ACKNOWLEDGE) for client in people]
@@ -295,10 +345,11 @@ def test_two_people_at_the_same_time_change_each_key_once(monkeypatch: pytest.Mo
 
 
 def test_a_chunk_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "CHUNK_SECONDS", -1)
+    monkeypatch.setattr(_bulk_work, "_changed_together", lambda *args: None)
+    monkeypatch.setattr(_bulk_work, "CHUNK_SECONDS", -1)
     client = person()
     stuck_keys(2)
-    page = client.post(ACKNOWLEDGE, question(client, ACKNOWLEDGE))
+    page = work_on(client, confirm(client, ACKNOWLEDGE, question(client, ACKNOWLEDGE)))
     assert page.context["work"].done == 1, "each chunk does some of it"
 
 

@@ -31,7 +31,7 @@ def test_a_page_says_which_permission_each_action_needs_that_it_does_not_offer()
         "view_idempotencykey", "view_stagedjob", "acknowledge_idempotencykey", "retry_stagedjob"
     )
     needed = {
-        KEYS: {"complete_idempotencykey"},
+        KEYS: {"complete_idempotencykey", "answer_idempotencykey"},
         JOBS: {"discard_stagedjob"},
         f"{JOBS}{job.pk}/change/": {"discard_stagedjob"},
     }

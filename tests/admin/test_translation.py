@@ -15,9 +15,9 @@ from django.core.management import call_command
 from django.db.models.functions import Now
 from django.utils import timezone, translation
 
-from idempotency import interventions
+from idempotency import _bulk_work, interventions
 from idempotency._operations.definition import registered
-from idempotency.admin import bulk, export
+from idempotency.admin import export
 from idempotency.admin.actions import BUTTONS, looked_at
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.inbox import STAGED_JOBS
@@ -297,9 +297,10 @@ def test_the_page_of_another_row_is_translated(pseudo: None, rows: None, model: 
     [(KEYS, "hand_back"), (KEYS, "acknowledge"), (JOBS, "retry"), (JOBS, "discard")],
 )
 def test_the_progress_of_an_action_and_its_end_are_translated(
-    pseudo: None, rows: None, monkeypatch: pytest.MonkeyPatch, page: str, action: str
+    pseudo: None, rows: None, monkeypatch: pytest.MonkeyPatch, page: Any, action: str
 ) -> None:
-    monkeypatch.setattr(bulk, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(_bulk_work, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(_bulk_work, "TURN_SECONDS", -1)
     StagedJobFactory(failed_at=Now())
     IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end())
     client, url = (
@@ -310,11 +311,16 @@ def test_the_progress_of_an_action_and_its_end_are_translated(
     IdempotencyKey.objects.filter(stuck_code="call_in_doubt").update(
         stuck_at=Now(), last_run_at=ago(seconds=-9)
     )
-    while asked.status_code == 200:
-        assert left_out(asked) == {}
-        (work,) = re.findall(r'name="work" value="([^"]+)"', asked.text)
-        asked = client.post(url, {"work": work, "note": "NOTE"})
-    assert left_out(client.get(asked["Location"])) == {}
+    assert left_out(asked) == {}
+    (work,) = re.findall(r'name="work" value="([^"]+)"', asked.text)
+    progress = client.post(url, {"work": work, "note": "NOTE"})["Location"]
+    for step in ("stop", "resume"):
+        assert left_out(client.post(progress, {"step": step})) == {}
+    assert left_out(client.get(f"{KEYS}dashboard/")) == {}
+    while (page := client.post(progress, {"step": "continue"})).status_code == 200:
+        assert left_out(page) == {}
+    for done in (page["Location"], progress, f"{KEYS}dashboard/"):
+        assert left_out(client.get(done)) == {}
     assert left_out(client.post(url, {"work": "OLD"})) == {}
 
 

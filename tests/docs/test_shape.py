@@ -26,7 +26,17 @@ PARTS = {
     "http": ("_http", "decorators", "scopes", "http"),
     "operations": ("operations", "_operations"),
     "jobs": ("jobs", "inbox", "backends", "enqueuer", "_hand_over", "_prompt"),
-    "beside": ("admin", "contrib", "testing", "management", "client", "templatetags"),
+    "beside": (
+        "admin",
+        "contrib",
+        "testing",
+        "management",
+        "client",
+        "templatetags",
+        "_bulk_work",
+        "_bulk_answers",
+        "_bulk_records",
+    ),
     "checks": ("checks", "monitoring", "policy"),
 }
 _NO_CODE = (

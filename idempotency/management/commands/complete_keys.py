@@ -5,6 +5,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from idempotency._bulk_work import Turns
 from idempotency._key_completion import AbandonedKeys
 from idempotency.completer import CompletePass, complete_once
 from idempotency.management.passes import PassCommand, add_concurrency_argument
@@ -12,11 +13,12 @@ from idempotency.management.passes import PassCommand, add_concurrency_argument
 
 class Command(PassCommand):
     help = (
-        "Run abandoned requests from their last recovery point, each as its sender. Several"
-        " instances of this command may run at once. The command does one pass and exits, or"
-        " repeats passes with --loop. Exit status 0: the pass is done, with or without stuck keys,"
-        " or the loop got SIGTERM. 1: the database cannot be reached. 2: wrong usage. 3: a run in a"
-        " loop hangs; start the command again."
+        "Run abandoned requests from their last recovery point, each as its sender, and do the"
+        " bulk work that was begun in the admin. Several instances of this command may run at"
+        " once. The command does one pass and exits, or repeats passes with --loop. Exit status"
+        " 0: the pass is done, with or without stuck keys, or the loop got SIGTERM. 1: the"
+        " database cannot be reached. 2: wrong usage. 3: a run in a loop hangs; start the"
+        " command again."
     )
     default_interval = 5.0
     default_batch_size = 100
@@ -34,9 +36,10 @@ class Command(PassCommand):
         if given["dry_run"]:
             return super().pass_of_loop(given)
         keys = AbandonedKeys(given["using"], given["batch_size"])
+        turns = Turns(given["using"])
 
         def run_pass(stop: Callable[[], bool]) -> CompletePass:
             keys.begin()
-            return CompletePass(**keys.complete(stop))
+            return CompletePass(**keys.complete(stop, turns.take))
 
         return run_pass, given["concurrency"]
