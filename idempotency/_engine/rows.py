@@ -70,10 +70,11 @@ def _run(
                 return round_trips.run(connection, text, parameters)
     bound: Hidden[Any] = parameters
     factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
-    if is_instrumented(connection):
+    # With DEBUG, Django binds each parameter on SQLite again, also one that is not in the text.
+    if is_instrumented(connection) or not postgresql:
         text, names = positional(text)
         bound = Hidden(tuple(parameters.value[name] for name in names))
-    elif postgresql and not connection.settings_dict["OPTIONS"].get("server_side_binding"):
+    elif not connection.settings_dict["OPTIONS"].get("server_side_binding"):
         # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's
         # log of a cursor with server-side binding needs them.
         factory = psycopg.RawCursor

@@ -8,6 +8,7 @@ import pytest
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.db import DatabaseError, OperationalError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from idempotency.completer import complete_key
@@ -267,3 +268,12 @@ def test_a_missing_migration_is_named_with_its_cure() -> None:
         pytest.raises(DatabaseError, match=r"idempotency_idempotencykey\W.*manage\.py migrate"),
     ):
         note.once("key", name="one")
+
+
+def test_the_statements_can_be_logged_as_under_debug(bank: Bank) -> None:
+    """With DEBUG, Django binds all parameters on SQLite once more."""
+    with CaptureQueriesContext(connection) as captured:
+        for _ in range(2):
+            assert note.once("plain", name="one")
+            assert pay.once("phased", name="one", cents=5)
+    assert captured.captured_queries
