@@ -35,6 +35,7 @@ def test_a_tag_needs_its_version_a_dated_section_and_its_frozen_state(
 ) -> None:
     changes = tmp_path / "CHANGELOG.md"
     monkeypatch.setattr("tests.release.__main__.ROOT", tmp_path)
+    monkeypatch.setattr("tests.release.__main__.migrations", lambda: read()["migrations"])
     version = read()["version"]
     changes.write_text(f"## Unreleased\n\n## {version} - 2026-11-26\n")
     assert problems(f"v{version}") == []
