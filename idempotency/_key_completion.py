@@ -133,13 +133,14 @@ def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
     keys.update(next_run_at=Now() + wait)
 
 
-def complete_by_id(pk: int, attempts: int, alias: str) -> str | None:
+def complete_by_id(pk: int, attempts: int, alias: str, by: str = "completer") -> str | None:
     """Run a key from its recovery point; return the result for ``complete_key``. The argument
-    ``attempts`` is the number of its completer runs."""
+    ``attempts`` is the number of its completer runs; the history names ``by``."""
     last = rows.read(pk, using=alias) if attempts >= conf.get().COMPLETER_MAX_ATTEMPTS else None
     if last is not None and with_stored_work(last, partial(_give_up, last, alias)):
         return "stuck"  # A run that killed its process could not mark it.
-    key = claims.claim_by_id(pk, delay_seconds=completer_delay_seconds(attempts), using=alias)
+    delay = completer_delay_seconds(attempts)
+    key = claims.claim_by_id(pk, delay_seconds=delay, using=alias, by=by)
     if key is None:
         return None
     return with_stored_work(key, partial(_run, key, alias))

@@ -49,8 +49,8 @@ class Backlog:
     of due and failed jobs."""
 
     oldest_seconds: float
-    depth: int
-    failed: int
+    due_jobs: int
+    failed_jobs: int
 
 
 @dataclass(slots=True)
@@ -100,12 +100,12 @@ def backlog(*, using: str | None = None) -> Backlog:
     """
     counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(
         oldest=Max(Now() - F("run_at"), filter=DUE),
-        depth=Count("pk", filter=DUE),
+        due=Count("pk", filter=DUE),
         failed=Count("pk", filter=Q(failed_at__isnull=False)),
     )
     return Backlog(
         max(0.0, (counts["oldest"] or timedelta()).total_seconds()),
-        counts["depth"],
+        counts["due"],
         counts["failed"],
     )
 

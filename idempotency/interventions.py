@@ -97,7 +97,7 @@ def complete_now(
     del seen  # A token is no local variable while the view runs; see idempotency._hidden.
     if not handed_back:
         return None
-    return complete_by_id(pk, 0, _alias(using)) or "handed back"
+    return complete_by_id(pk, 0, _alias(using), by) or "handed back"
 
 
 def calls_of(pk: int, *, using: str | None = None) -> str:

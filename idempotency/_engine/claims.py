@@ -159,14 +159,14 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
 
 
 def claim_by_id(
-    pk: int, *, delay_seconds: float, using: str, early: bool = False
+    pk: int, *, delay_seconds: float, using: str, early: bool = False, by: str = "completer"
 ) -> ClaimedKey | None:
     """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next
-    run is due. If this run fails too, the key is due again after ``delay_seconds``. Return None if
-    the key is not due, locked, finished, stuck or refused."""
+    run is due; the history names ``by``. If this run fails too, the key is due again after
+    ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or refused."""
     parameters: Parameters = Hidden({"id": pk, "delay": delay_seconds, "early": early})
     parameters.value["least_lease"] = conf.get().LOCK_TIMEOUT_SECONDS
-    parameters.value |= _of_claim("reaper" if early else "completer", using)
+    parameters.value |= _of_claim("reaper" if early else by, using)
     try:
         return rows.fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:

@@ -123,8 +123,8 @@ def _columns(
 
 
 def _column(name: Any, row: Any, row_admin: Any) -> str:
-    """Return the value of a column with its label; "" if the value is empty or cannot be
-    computed."""
+    """Return the value of a column with its label, or a dash for an empty value; "" if the value
+    cannot be computed."""
     try:
         _, _, value = lookup_field(name, row, row_admin)
     except Error:
@@ -137,9 +137,9 @@ def _column(name: Any, row: Any, row_admin: Any) -> str:
             error_text(error),
         )
         return ""
-    if value is None or value == "":
-        return ""
     text = written(value) if isinstance(value, datetime) else strip_tags(str(value))
+    if value is None or value == "":
+        text = row_admin.get_empty_value_display()
     return f"{label_for_field(name, row_admin.model, row_admin)} {first_line_of(text)}"
 
 

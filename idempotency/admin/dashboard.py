@@ -162,7 +162,12 @@ def _charts(alias: str, chosen: str, keys_url: str) -> dict[str, Any]:
         chart(gettext("Requests and operations"), minutely, requests=gettext("requests")),
         chart(gettext("Retries"), minutely, replays=replays, conflicts=conflicts),
         chart(gettext("Errors"), minutely, errors=gettext("errors")),
-        chart(gettext("Run time"), "s", p50="p50", p95="p95"),
+        chart(
+            gettext("Run time, at most %(share)s %% too high") % {"share": traffic.MAX_TOO_HIGH},
+            "s",
+            p50="p50",
+            p95="p95",
+        ),
     ]
     values = [["" if v is None else charts.number(v) for v in _NUMBERS(each)] for each in found]
     rows = [*zip(begins, urls, values, strict=True)][::-1]

@@ -117,9 +117,10 @@ class StagedJobAdmin(BulkAdmin):
         """Return the name of the job, or of the operation that it calls."""
         return job.label
 
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> tuple[str, ...]:
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """Return the fields of the page; for a staged operation, also its key."""
-        return (*self.fields, "operation_key") if obj and obj.operation else self.fields
+        fields = super().get_fields(request, obj)
+        return [*fields, "operation_key"] if obj and obj.operation else fields
 
     @admin.display(description=_("key of the operation"))
     def operation_key(self, job: StagedJob) -> str:

@@ -72,7 +72,8 @@ class DownstreamCallAdmin(ReadOnlyAdmin):
     def get_list_display(self, request: HttpRequest) -> Any:
         """Return the columns; without the permission to view bodies, not the result."""
         shown = may_view_bodies(request)
-        return [name for name in self.list_display if name != "result" or shown]
+        columns = super().get_list_display(request)
+        return [name for name in columns if name != "result" or shown]
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """Return the fields of the page; without the permission to view bodies, not the result."""

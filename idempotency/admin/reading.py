@@ -11,7 +11,7 @@ from django.contrib.admin import AdminSite
 from django.contrib.admin.views.main import PAGE_VAR
 from django.contrib.auth import get_permission_codename
 from django.core.paginator import Paginator
-from django.db.models import Model, QuerySet
+from django.db.models import DateTimeField, Model, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import cached_property
@@ -22,6 +22,7 @@ from django.utils.translation import ngettext
 
 from idempotency._text import Grouped, summary
 from idempotency.admin.refusals import refused
+from idempotency.templatetags.idempotency_admin import moment
 
 #: The first page of a list and the confirmation of an action count at most this many rows.
 MAX_COUNT = 5000
@@ -94,6 +95,21 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
             paginator.page_number = max(1, int(request.GET.get(PAGE_VAR, 1)))
         return paginator
 
+    def get_list_display(self, request: HttpRequest) -> Any:
+        """Return the columns. Times have seconds and a time zone."""
+        return self._with_times(super().get_list_display(request))
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Return the fields of the page. Times have seconds and a time zone."""
+        return self._with_times(super().get_fields(request, obj))
+
+    def _with_times(self, names: Any) -> list[Any]:
+        fields = {field.name: field for field in self.opts.fields}
+        return [
+            _time_column(fields[name]) if isinstance(fields.get(name), DateTimeField) else name
+            for name in names
+        ]
+
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         """Return whether ``lookup`` is a filter of the list. Others could read the whole table, or
         fail in the database."""
@@ -140,6 +156,15 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
 def filter_link(text: str, **chosen: str) -> SafeString:
     """Return ``text`` as a link to the rows of the same list that these filters select."""
     return format_html('<a href="?{}">{}</a>', urlencode(chosen), text)
+
+
+def _time_column(field: Any) -> Any:
+    @admin.display(description=field.verbose_name, ordering=field.name)
+    def shown(row: Any) -> str:
+        return moment(getattr(row, field.name))
+
+    shown.__name__ = field.name
+    return shown
 
 
 def first_line_of(text: str) -> str:

@@ -84,11 +84,13 @@ def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[s
     the history."""
     reached: dict[str, datetime | None] = {STARTED: key.created_at, FINISHED: key.finished_at}
     errors: Counter[str] = Counter()
-    here = STARTED
+    here, before = STARTED, ""
     for event in history_of(key):
         if event.name == HistoryEvent.RECOVERY_POINT:
             here = event.detail
             reached[here] = event.at
-        elif event.name == HistoryEvent.ERROR:
-            errors[here] += 1
+        elif event.name in (HistoryEvent.ERROR, HistoryEvent.STUCK):
+            # A run that raises KeyStuck has no error beside this event.
+            errors[here] += event.name == HistoryEvent.ERROR or before != HistoryEvent.ERROR
+        before = event.name
     return reached, errors

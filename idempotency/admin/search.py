@@ -1,9 +1,10 @@
-"""The search of the list of keys. Each kind of term is searched in a bounded number of rows, or
-through an index.
+"""The search of the list of keys. Each kind of term is searched in a bounded number of rows, or in
+an index.
 
 No index begins with the value of the key, and another index would cost each request a write.
 Therefore a prefix of a value is searched only among the unfinished keys and the newest keys. A
-whole value is searched in all keys.
+whole value is searched in the whole index of scopes and values: PostgreSQL before version 18, which
+skips from scope to scope, reads all of that index.
 """
 
 from collections.abc import Iterator

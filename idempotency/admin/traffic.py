@@ -35,9 +35,13 @@ WRITE_SECONDS = 10.0
 LOCK_SECONDS = 1.0
 #: The time for which counts that cannot be written are kept in memory.
 _UNWRITTEN_MINUTES = 60
-#: Durations are counted in classes, two for each doubling. The kind of a count is "ran", a space,
+#: Durations are counted in classes, four for each doubling. The kind of a count is "ran", a space,
 #: and the class.
-_CLASSES_PER_DOUBLING = 2
+_CLASSES_PER_DOUBLING = 4
+#: A percentile is the upper bound of its class, so it is too high by at most this percentage.
+MAX_TOO_HIGH = 19
+#: A minute is shown after this time, when each process has written its counts.
+_SHOWN_AFTER_SECONDS = 15
 _RAN = "ran "
 
 _counts: Counter[tuple[int, str]] = Counter()
@@ -146,11 +150,12 @@ class Traffic:
 
 def read_intervals(using: str, *, intervals: int, minutes: int) -> list[Traffic]:
     """Return the last ``intervals`` intervals of ``minutes`` minutes, the oldest first. The last
-    interval is not over yet."""
-    last = int(time.time()) // 60 // minutes
+    interval ends with the last whole minute, because a part of a minute would look like a drop."""
+    over = int(time.time() - _SHOWN_AFTER_SECONDS) // 60
+    last = (over - 1) // minutes
     rows = (
         TrafficCount.objects.using(using)
-        .filter(minute__gte=(last - intervals + 1) * minutes)
+        .filter(minute__gte=(last - intervals + 1) * minutes, minute__lt=over)
         .annotate(interval=F("minute") / minutes)
         .values_list("interval", "kind")
         .annotate(total=Sum("count"))
@@ -159,20 +164,19 @@ def read_intervals(using: str, *, intervals: int, minutes: int) -> list[Traffic]
     for interval, kind, total in rows:
         found[int(interval)][kind] = total
     return [
-        _traffic(interval, minutes, found[interval])
+        _traffic(interval, min(minutes, over - interval * minutes), minutes, found[interval])
         for interval in range(last - intervals + 1, last + 1)
     ]
 
 
-def _traffic(interval: int, minutes: int, kinds: dict[str, int]) -> Traffic:
+def _traffic(interval: int, passed: int, minutes: int, kinds: dict[str, int]) -> Traffic:
+    """Return the counts of an interval, of which the first ``passed`` minutes are over."""
     ran = sorted(
         (int(kind.removeprefix(_RAN)), number)
         for kind, number in kinds.items()
         if kind.startswith(_RAN)
     )
     begin = datetime.fromtimestamp(interval * minutes * 60, UTC)
-    # The current interval is not over, so its rates count only the minutes that have passed.
-    passed = min(float(minutes), max(1.0, time.time() / 60 - interval * minutes))
     return Traffic(
         begin,
         sum(kinds.values()) / passed,
@@ -189,7 +193,7 @@ def _class_of(seconds: float) -> int:
 
 
 def _percentile(ran: list[tuple[int, int]], share: float) -> float | None:
-    """Return the upper bound of the class in which the percentile lies: at most 41 % too high."""
+    """Return the upper bound of the class in which the percentile lies."""
     below, wanted = 0, share * sum(number for _, number in ran)
     for number_of_class, number in ran:
         below += number

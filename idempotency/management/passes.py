@@ -69,9 +69,8 @@ class PassCommand(BaseCommand):
 
         def say(counts: Any) -> None:
             if options["verbosity"]:
-                self.stdout.write(
-                    f"{name}: {'would be: ' if options['dry_run'] else ''}{in_words(counts)}"
-                )
+                words = self.would_be(counts) if options["dry_run"] else in_words(counts)
+                self.stdout.write(f"{name}: {words}")
                 self.stdout.flush()
 
         stop = StopSignal()
@@ -95,6 +94,10 @@ class PassCommand(BaseCommand):
                 return
             with exit_1_explained(name, using):
                 say(self.run_pass(stop=stop.requested, **given))
+
+    def would_be(self, counts: Any) -> str:
+        """Return the counts of a dry run as text."""
+        return f"would be: {in_words(counts)}"
 
     def pass_of_loop(self, given: dict[str, Any]) -> tuple[Callable[..., Any], int]:
         """Return the function that each thread of a loop repeats, and the number of threads."""

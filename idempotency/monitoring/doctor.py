@@ -115,8 +115,8 @@ def _jobs(found: Diagnosis) -> Iterator[Finding]:
     messages = ProcessedMessage.objects.using(found.database).filter(HOOKS_FAILED)
     hooks = messages.count()
     found.measured |= {
-        "jobs_due": jobs.due,
-        "jobs_failed": jobs.failed_by_name.total(),
+        "due_jobs": jobs.due,
+        "failed_jobs": jobs.failed_by_name.total(),
         "jobs_with_failed_hooks": hooks,
         "oldest_job_seconds": round(jobs.oldest, 1),
     }
@@ -142,6 +142,13 @@ def _processes(found: Diagnosis) -> Iterator[Finding]:
         for name in LOOPS.keys() - measures.lags(processes)
     ]
     yield from findings.of_processes(processes)
+    if not processes:
+        yield Finding(
+            "no_process",
+            f"No loop has ever written a heartbeat: {', '.join(LOOPS)}.",
+            "Start manage.py idempotency_worker. If cron runs the passes, run idempotency_doctor"
+            " with --cron.",
+        )
 
 
 def _table(found: Diagnosis) -> Iterator[Finding]:

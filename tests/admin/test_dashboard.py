@@ -17,7 +17,7 @@ from django.utils.html import escape
 
 from idempotency import _bulk_work
 from idempotency._engine.round_trips import numbered
-from idempotency.admin import dashboard
+from idempotency.admin import dashboard, traffic
 from idempotency.admin.actions import looked_at
 from idempotency.models import (
     DownstreamCall,
@@ -184,14 +184,15 @@ def test_a_process_that_another_one_has_replaced_is_gone_not_silent() -> None:
 @pytest.mark.django_db
 @pytest.mark.parametrize("span", dashboard.SPANS, ids=lambda span: span.name)
 def test_the_charts_show_what_was_counted(span: dashboard.Span) -> None:
-    minute = int(time.time()) // 60 // span.minutes * span.minutes - span.minutes
+    minute = int(time.time()) // 60 // span.minutes * span.minutes - 2 * span.minutes
     for kind, count in (("ran 7", 8), ("replayed", 4), ("conflict", 2), ("failed", 1)):
         TrafficCount.objects.create(minute=minute, kind=kind, count=count * span.minutes)
     context = staff().get(f"{DASHBOARD}?span={span.name}").context
-    last = {line.name: line.values[-2] for chart in context["charts"] for line in chart["lines"]}
-    assert last == {
+    lines = [line for chart in context["charts"] for line in chart["lines"]]
+    shown = {line.name: max(filter(None, line.values)) for line in lines}
+    assert shown == {
         "requests": 15, "replays": 4, "conflicts": 2, "errors": 1,
-        "p50": pytest.approx(0.0113, abs=1e-4), "p95": pytest.approx(0.0113, abs=1e-4),
+        "p50": pytest.approx(0.00336, abs=1e-5), "p95": pytest.approx(0.00336, abs=1e-5),
     }  # fmt: skip
     assert all(
         len(line.values) == span.intervals for chart in context["charts"] for line in chart["lines"]
@@ -211,7 +212,25 @@ def test_an_interval_of_the_charts_is_a_link_to_the_keys_of_that_minute() -> Non
     assert [key.pk for key in listed] == [keys[1].pk]
     assert page.text.count(escape(url)) == len(page.context["charts"]) + 1
     (numbers,) = [numbers for at, _, numbers in page.context["intervals"] if at == begin]
-    assert numbers == ["8", "0", "0", "0", "0.0113", "0.0113"]
+    assert numbers == ["8", "0", "0", "0", "0.00336", "0.00336"]
+
+
+@pytest.mark.django_db
+def test_a_minute_that_is_not_over_draws_no_drop() -> None:
+    for minutes_ago in range(3):
+        minute = int(time.time()) // 60 - minutes_ago
+        TrafficCount.objects.create(minute=minute, kind="replayed", count=60)
+    (requests,) = staff().get(DASHBOARD).context["charts"][0]["lines"]
+    assert requests.values[-1] == 60
+
+
+def test_a_percentile_is_at_most_as_much_too_high_as_the_page_says() -> None:
+    shares = []
+    for milliseconds in range(10, 2000, 7):
+        shown = traffic._percentile([(traffic._class_of(milliseconds / 1000), 1)], 0.95)
+        shares.append(shown * 1000 / milliseconds)
+    assert min(shares) >= 1
+    assert max(shares) <= 1 + traffic.MAX_TOO_HIGH / 100
 
 
 @pytest.mark.django_db

@@ -82,7 +82,7 @@ def test_the_action_of_a_group_covers_all_its_keys(staff: Client) -> None:
 def test_the_doctor_and_the_metrics_count_all_rows() -> None:
     due = counted("failed_at IS NULL AND run_at <= now()", "stagedjob")
     wanted = (UNFINISHED, counted(STUCK, by="stuck_code"), due, FAILED)
-    names = ("keys_unfinished", "keys_stuck_by_code", "jobs_due", "jobs_failed")
+    names = ("keys_unfinished", "keys_stuck_by_code", "due_jobs", "failed_jobs")
     measured = diagnose().measured
     assert tuple(measured[name] for name in names) == wanted
     gauges = {gauge.name: gauge.samples for gauge in DatabaseCollector().collect()}

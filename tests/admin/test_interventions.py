@@ -85,6 +85,7 @@ def test_a_stuck_key_is_completed_with_all_its_attempts_anew(shop: Shop, sender:
     key = make_stuck()
     shop.broken = False
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "finished"
+    assert [e["detail"] for e in the_key().history if e["event"] == "claimed"][-1] == "jane"
     assert "handed back: to the completer, by jane" in [
         f"{event['event']}: {event['detail']}" for event in the_key().history
     ]

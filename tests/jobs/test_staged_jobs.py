@@ -27,13 +27,13 @@ def failed(**values):
 
 
 def test_the_backlog_is_measured_from_when_jobs_were_due():
-    assert backlog() == Backlog(oldest_seconds=0.0, depth=0, failed=0)
+    assert backlog() == Backlog(oldest_seconds=0.0, due_jobs=0, failed_jobs=0)
     StagedJobFactory(run_at=timezone.now() - timedelta(minutes=5))
     StagedJobFactory()
     StagedJobFactory(run_at=timezone.now() + timedelta(hours=1))
     failed(run_at=timezone.now() - timedelta(days=1))
     waiting = backlog()
-    assert (waiting.depth, waiting.failed) == (2, 1)
+    assert (waiting.due_jobs, waiting.failed_jobs) == (2, 1)
     assert 300 <= waiting.oldest_seconds < 330
 
 
@@ -42,7 +42,8 @@ def test_stats_are_one_line_or_json(capsys):
     call_command("staged_jobs", "stats")
     assert capsys.readouterr().out == "staged_jobs: 0 due, the oldest for 0.0 s, 1 failed\n"
     call_command("staged_jobs", "stats", "--json")
-    assert json.loads(capsys.readouterr().out) == {"oldest_seconds": 0.0, "depth": 0, "failed": 1}
+    wanted = {"oldest_seconds": 0.0, "due_jobs": 0, "failed_jobs": 1}
+    assert json.loads(capsys.readouterr().out) == wanted
 
 
 def test_list_shows_failed_jobs_first_with_their_errors(capsys):

@@ -283,7 +283,7 @@ def test_a_dry_run_says_so_and_changes_nothing(broker, capsys):
     output = capsys.readouterr().out
     assert "enqueue_jobs: would be: 1 handed over" in output
     assert "reap_keys: would be: 2 deleted" in output
-    assert "complete_keys: would be: 0 finished, 0 failed, 0 stuck" in output
+    assert "complete_keys: would be: 0 run" in output
     assert StagedJob.objects.count() == 1
     assert IdempotencyKey.objects.count() == 2
 

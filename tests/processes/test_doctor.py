@@ -22,7 +22,7 @@ from tests.kit.waiting import eventually
 TABLE = IdempotencyKey._meta.db_table
 pytestmark = pytest.mark.django_db
 #: What the tests' own server is run with, for speed, or has from other tests.
-OF_THE_SERVER = {"not_durable", "dead_rows", "old_transaction"}
+OF_THE_SERVER = {"not_durable", "dead_rows", "old_transaction", "no_process"}
 
 
 def codes():
@@ -147,7 +147,21 @@ def test_the_command_says_what_to_do_and_exits_with_1():
         call_command("idempotency_doctor", "--json", stdout=(output := StringIO()))
     told = json.loads(output.getvalue())
     assert "process_silent" in [finding["code"] for finding in told["findings"]]
-    assert told["measured"]["jobs_due"] == 0
+    assert told["measured"]["due_jobs"] == 0
+
+
+def test_a_site_without_any_loop_is_not_in_order_unless_cron_runs_the_passes(monkeypatch):
+    def exit_status(*options):
+        try:
+            call_command("idempotency_doctor", *options, stdout=(output := StringIO()))
+        except SystemExit as ended:
+            return ended.code, "no_process" in output.getvalue()
+        return 0, "no_process" in output.getvalue()
+
+    assert exit_status() == (1, True)
+    assert exit_status("--cron")[1] is False
+    ProcessHeartbeat.objects.create(name="reap_keys", host="web1", pid=1)
+    assert exit_status()[1] is False
 
 
 @pytest.mark.processes

@@ -68,8 +68,8 @@ def of_the_doctor() -> dict[str, Any]:
         [finding.seen for finding in found.findings if finding.code == "process_silent"],
     )
     return {
-        "unfinished": told["keys_unfinished"], "stuck": told["keys_stuck"], "due": told["jobs_due"],
-        "failed": told["jobs_failed"], "silent": {seen.split()[3] for seen in silent},
+        "unfinished": told["keys_unfinished"], "stuck": told["keys_stuck"], "due": told["due_jobs"],
+        "failed": told["failed_jobs"], "silent": {seen.split()[3] for seen in silent},
     }  # fmt: skip
 
 

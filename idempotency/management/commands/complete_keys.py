@@ -31,6 +31,10 @@ class Command(PassCommand):
         super().add_arguments(parser)
         add_concurrency_argument(parser)
 
+    def would_be(self, counts: CompletePass) -> str:
+        """Return the number of keys that a pass would run. The outcomes of the runs are unknown."""
+        return f"would be: {counts.finished} run"
+
     def pass_of_loop(self, given: dict[str, Any]) -> tuple[Callable[..., Any], int]:
         """Let the threads share the keys of a pass. None waits for the others at its end."""
         if given["dry_run"]:

@@ -88,8 +88,8 @@ class Command(BaseCommand):
         if options["json"]:
             self.stdout.write(json.dumps(asdict(waiting)))
         else:
-            due = f"{waiting.depth} due, the oldest for {waiting.oldest_seconds:.1f} s"
-            self.stdout.write(f"staged_jobs: {due}, {waiting.failed} failed")
+            due = f"{waiting.due_jobs} due, the oldest for {waiting.oldest_seconds:.1f} s"
+            self.stdout.write(f"staged_jobs: {due}, {waiting.failed_jobs} failed")
 
     def _conclude(self, done: str, count: int, options: dict[str, Any]) -> None:
         """Print the number of jobs. Raises CommandError if an id is not that of a failed job, or if
