@@ -79,7 +79,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protected:
-    """A protected view, its options, and its unsafe methods that have these options."""
+    """A protected view, the options of its decorator, and the unsafe methods with these options."""
 
     #: The route and the name of the view in the URLconf; empty in API descriptions, which publish
     #: neither.

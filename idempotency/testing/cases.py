@@ -52,10 +52,10 @@ def assert_survives(
     process dies before and after each statement, COMMIT and downstream call, and before the
     response is sent. Then the client retries, or the completer runs the request. A boundary is the
     claim, or the beginning or end of a phase or downstream call. With ``races``, two attempts are
-    also interleaved at each pair of boundaries: once with a valid lock, and once with an expired
-    lock and a first attempt that resumes late. Then two requests with different keys run: the first
-    one pauses at each boundary while the second one runs. Their rows and effects must equal those
-    of two consecutive requests.
+    also interleaved at each pair of boundaries. The lock of the first attempt is valid once. The
+    second time it has expired, and the first attempt resumes late. Then two requests with different
+    keys run: the first request pauses at each boundary while the second request runs. The rows and
+    effects must equal those of two consecutive requests.
 
     A call to a downstream service inside a transaction is a failure too. A call is a ``connect()``
     or ``send()`` of a Python socket. Databases, caches and brokers of the settings may be called

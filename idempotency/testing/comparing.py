@@ -143,8 +143,8 @@ def unnumbered(path: Path) -> Path:
 
 
 def _filled(path: Path, there: Leaves) -> bool:
-    """Return whether a container that is empty in the other results has contents in ``there``. Then
-    the contents are the difference, not the container."""
+    """Return whether the container at ``path``, which is empty in another result, has contents in
+    ``there``. The report then names the contents, and not the container."""
     return path not in there and any(other[: len(path)] == path for other in there)
 
 

@@ -95,8 +95,8 @@ class Downstream:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two arguments are equal. Two objects of a class that compares by identity
-    count as equal."""
+    """Return whether two arguments are equal. If a class compares its objects by identity, two of
+    its objects are equal here."""
     by_identity = type(one).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
     return bool(one == other) or (by_identity and type(one) is type(other))
 

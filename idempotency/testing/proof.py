@@ -188,8 +188,8 @@ class Proof(TwoKeys):
         return Attempt(self._threads, ask, *stops, in_transactions=self._in_transactions)
 
     def _lock_expires(self, one: Attempt, first: int) -> bool:
-        """Let the first attempt reach its boundary, and let its lock expire before or at the
-        boundary. Return whether the attempt had a lock."""
+        """Let the first attempt reach its boundary, and let the lock of the attempt expire there or
+        before. Return whether the attempt had a lock."""
         expired = self._age(self._lease() + 1)
         if first:
             one.go_on()

@@ -204,11 +204,11 @@ def _schemas(connection: BaseDatabaseWrapper) -> set[str]:
 
 
 def _prepared(connection: BaseDatabaseWrapper, text: str) -> list[tuple[Any, ...]]:
-    """Return the rows of a statement that is planned once for each connection, if
-    ``prepare_threshold`` permits it.
+    """Return the rows of a statement. If ``prepare_threshold`` permits it, PostgreSQL plans the
+    statement once for each connection.
 
-    Planning a statement on all tables takes longer than running it. Cursors of Django do not
-    prepare on request.
+    Planning a statement on all tables takes longer than running it. A cursor of Django has no
+    argument that prepares a statement.
     """
     connection.ensure_connection()
     with Cursor(connection.connection) as cursor:
