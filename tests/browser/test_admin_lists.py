@@ -58,7 +58,7 @@ def test_two_thousand_keys_are_acknowledged(
     visitor.sign_in_to_admin(f"{KEYS}?{_NIGHT}")
     assert visitor.barriers(axe_script) == []
     page.locator("#action-toggle").check()
-    page.get_by_role("button", name=re.compile("Select all 2000")).first.click()
+    page.get_by_role("button", name=re.compile("Select all 2,000")).first.click()
     page.locator("select[name=action]").first.select_option("acknowledge")
     visitor.shoot("admin-list")
     assert visitor.barriers(axe_script) == []
@@ -74,6 +74,25 @@ def test_two_thousand_keys_are_acknowledged(
     # In a message, or on the page of the work if the completer of the service is faster.
     expect(page.locator("#container")).to_contain_text("2,000 keys were acknowledged")
     assert service.rows(_ACKNOWLEDGED)[0]["number"] == 2_000
+
+
+def test_filters_are_saved_under_a_name_that_a_person_chooses(
+    visit: Callable[..., Visitor],
+) -> None:
+    page = (visitor := visit("light", 400)).page
+    visitor.sign_in_to_admin(KEYS)
+    expect(page.get_by_label("Save these filters as")).to_be_hidden()
+    visitor.go(f"{KEYS}?{_NIGHT}&p=1")
+    page.get_by_label("Save these filters as").fill("<b>Night</b>")
+    page.get_by_role("button", name="Save the view").click()
+
+    visitor.go(KEYS)
+    page.get_by_role("link", name="<b>Night</b>").click()
+    expect(page).to_have_url(re.compile(re.escape(f"?{_NIGHT.replace('/', '%2F')}") + "$"))
+    page.get_by_role("button", name="Remove the view <b>Night</b>").click()
+    page.reload()
+    expect(page.get_by_role("link", name="<b>Night</b>")).to_have_count(0)
+    assert visitor.errors == []
 
 
 def test_without_scripts_a_person_presses_continue(

@@ -398,6 +398,14 @@ class TestPageState:
             == f"/admin/idempotency/idempotencykey/{IdempotencyKey.objects.get().pk}/change/"
         )
 
+    def test_the_steps_and_runs_of_a_key_with_many_runs_come_from_the_rows(self, jane, window):
+        jane.book(key="k")
+        IdempotencyKey.objects.update(attempts=40, history=[])
+
+        shown = window.get("/page/booking?key=k").json()["booking"]
+
+        assert (shown["runs"], set(shown["steps"].values())) == (40, {"done"})
+
     def test_a_declined_card_is_a_step_that_was_skipped(self, joe, sandbox):
         window = Client()
         window.post("/sign-in", {"token": "demo-joe"})
