@@ -32,7 +32,7 @@ SHOWN_RIDES = 50
 #: The places of the page, with latitude and longitude.
 PLACES = {
     "Ferry Building": (37.7955, -122.3937),
-    "Golden Gate Bridge": (37.8199, -122.4783),
+    "Golden Gate": (37.8199, -122.4783),
     "Twin Peaks": (37.7544, -122.4477),
     "Ocean Beach": (37.7594, -122.5107),
 }
@@ -79,7 +79,7 @@ def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpRe
             (name, label, chosen, places)
             for name, label, chosen in (
                 ("origin", "From", "Ferry Building"),
-                ("target", "To", "Golden Gate Bridge"),
+                ("target", "To", "Golden Gate"),
             )
         ],
         "steps": STEPS.items(),
