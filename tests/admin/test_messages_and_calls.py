@@ -130,6 +130,7 @@ def test_the_page_of_a_failed_job_leads_to_its_actions(action: str, left: int) -
     assert "ride" in question.text
     assert "OSError: down" in question.text
     (work,) = re.findall(r'name="work" value="([^"]+)"', question.text)
-    assert client.post(links[0], {"work": work}).status_code == 302
+    progress = client.post(links[0], {"work": work})["Location"]
+    assert client.post(progress, {"step": "continue"}).status_code == 302
     assert StagedJob.objects.filter(pk=job.pk, failed_at=None).count() == left
     assert StagedJob.objects.filter(pk=waiting.pk).exists()

@@ -168,7 +168,7 @@ def test_the_value_of_a_call_that_is_made_at_most_once_is_shown(staff: Client, b
     tell.once("key", name="one", cents=1)
     ((linked,),) = [kind.rows for kind in page(staff, the_key()).context["linked"]]
     assert linked.name == "told"
-    assert "result {'told': 0}" in linked.state
+    assert 'result {"told": 0}' in linked.state
 
 
 def test_an_operation_that_the_code_does_not_have_is_named(
