@@ -82,8 +82,8 @@ for _signal, _receiver in _RECEIVERS:
 
 
 class DatabaseCollector(Collector):
-    """The state of the tables as gauges. Each scrape counts all unfinished keys and all staged
-    jobs, through partial indexes.
+    """The state of the tables as gauges. Each scrape counts all unfinished keys, through a partial
+    index, and all staged jobs.
 
     Nothing is written. If the database cannot be reached, the only gauge is
     ``idempotency_database_up`` with the value 0.

@@ -1,7 +1,8 @@
 """The measurements that the dashboard, the doctor and the metrics share. Nothing is written.
 
-The database counts, so each number is exact. A count of keys or jobs reads the rows of one partial
-index: its cost depends on the number of unfinished keys or of staged jobs, and not on the number of
+The database counts, so each number is exact. A count of keys reads the rows of one partial index,
+and a count of waiting jobs may read the whole table of jobs. The cost depends on the numbers of
+unfinished keys and of staged jobs, and not on the number of
 finished keys. Ages and lags are seconds.
 """
 

@@ -346,8 +346,10 @@ def scans_whole_table(sql: str) -> bool:
     lines = [
         line for line in plan.splitlines() if any(f"Seq Scan on {table}" in line for table in LARGE)
     ]
+    # The dashboard counts each waiting job, and here nearly all jobs wait.
+    of_waiting_jobs = 'FROM "idempotency_stagedjob"' in sql and 'failed_at" IS NULL GROUP BY' in sql
     # A count that stops at its limit may go through the table in any order.
-    return bool(lines) and not ("COUNT" in sql and "LIMIT" in sql)
+    return bool(lines) and not ("COUNT" in sql and "LIMIT" in sql) and not of_waiting_jobs
 
 
 @pytest.mark.postgres
