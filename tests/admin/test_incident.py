@@ -13,7 +13,7 @@ from idempotency import _bulk_work
 from idempotency.models import BulkWork, IdempotencyKey
 from tests.factories import UserFactory
 from tests.kit.admin import KEYS
-from tests.processes.test_bulk_work import MANY, stuck_keys
+from tests.kit.stuck_keys import MANY, stuck_keys
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 

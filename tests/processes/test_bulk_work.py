@@ -17,9 +17,10 @@ from idempotency.completer import CompletePass, complete_once
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import BulkRow, BulkWork, IdempotencyKey, StagedJob
 from idempotency.reaper import reap_once
-from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.ageing import ago, lock_end
 from tests.kit.commands import start
+from tests.kit.stuck_keys import MANY, stuck_keys
 from tests.kit.threads import all_at_once, elsewhere
 from tests.kit.waiting import eventually
 
@@ -29,11 +30,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_bulk_work, "CHUNK_ROWS", 5)
-
-
-def stuck_keys(count: int, **changes: Any) -> list[IdempotencyKey]:
-    stuck = {"stuck_at": ago(minutes=1), "stuck_code": "view_gave_up", "stuck_reason": "Look."}
-    return [IdempotencyKeyFactory(claim_token=uuid4(), **stuck | changes) for _ in range(count)]
 
 
 def begin(action: str = "hand_back", rows: Any = None, **changes: Any) -> BulkWork:
@@ -245,12 +241,6 @@ def test_the_reaper_deletes_old_work_with_its_rows() -> None:
     assert BulkRow.objects.get().work_id == kept.pk
 
 
-#: Copies of a key.
-MANY = """
-    INSERT INTO idempotency_idempotencykey ({0}, idempotency_key, claim_token)
-    SELECT {0}, 'bulk-' || n, gen_random_uuid()
-    FROM idempotency_idempotencykey, generate_series(2, %s) AS n
-"""
 #: A child process that sends itself a signal when it calls a function for the third time.
 CHILD = """
 import os, signal
