@@ -27,9 +27,11 @@ _LIMITS = ("25P03", "25P04", "53200", "53400")
 
 
 @contextmanager
-def job_run(name: str, job_id: str, using: str | None) -> Iterator[bool]:
+def job_run(
+    name: str, job_id: str, using: str | None, trace: list[Any] | None = None
+) -> Iterator[bool]:
     """Open ``process_once`` for a delivery of a job. The variable of the block is True for the
-    first delivery.
+    first delivery. The argument ``trace`` is for a tracer, which replaces this function.
 
     On return the work is committed, and each on_commit hook of the job was called once. A hook that
     raised is logged and recorded in the row of the inbox, and the others were called too. The next

@@ -108,6 +108,12 @@ def shard_of(job: StagedJob) -> str | None:
     return job._state.db if len(list(connections)) > 1 else None
 
 
+def trace_of(job: StagedJob) -> list[Any] | None:
+    """Return the trace that the worker continues: the traceparent of the job, and the number of
+    its earlier hand-overs. Without a tracer, return None."""
+    return [job.traceparent, job.hand_overs] if job.traceparent else None
+
+
 def call_job(name: str, args: JobArgs, *, using: str | None = None) -> Any:
     """Call the function or Django task of a delivered job with its arguments, and return its
     result.

@@ -287,7 +287,7 @@ def _parameters(request: ClaimedRequest, using: str) -> Parameters:
         lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
         | dict(zip(statements.REQUEST, _columns_of(request), strict=True))
         | {"request_headers": json.dumps(headers) if (headers := request.request_headers) else "{}"}
-        | {"user_id": user_id, "seed": random_seed()}
+        | {"user_id": user_id, "seed": random_seed(), "traceparent": None}
         | {"call_event": HistoryEvent.CALL_BEGUN, "call": request.first_call}
         | _of_claim("client", using)
     )

@@ -29,12 +29,12 @@ _DEFERRED = {
 #: The columns that are read by id, with age and ctid.
 READ = tuple(name for name in _COLUMNS if name not in _DEFERRED)
 #: The columns that a claim returns, with age and ctid: those that it does not write itself.
-CLAIMED = ("id", "user_id", "attempts", "begun", "seed", "recovery_point")
+CLAIMED = ("id", "user_id", "attempts", "begun", "seed", "recovery_point", "traceparent")
 #: The columns of an existing key that a claim returns, with ``expired`` and the remaining seconds
 #: of its lock.
 EXISTING = (
     *("id", "user_id", "attempts", "begun", "recovery_point", "request_fingerprint"),
-    *("finished_at", "stuck_at", "stuck_code"),
+    *("finished_at", "stuck_at", "stuck_code", "traceparent"),
     *("response_code", "response_headers", "response_body"),
 )
 #: While nothing is begun, each request of the client replaces these parts of the stored one: the
@@ -131,7 +131,7 @@ class Statements(Updates):
             **{"attempts": "1", "begun": "true" if call else "false", "completer_attempts": "0"},
             **{"stuck_code": "''", "stuck_reason": "''", "last_error": "''"},
             "history": self.dialect.first_event.format(event=", ".join(events)),
-            **{name: f"%({name})s" for name in ("claim_token", "seed", *REQUEST)},
+            **{name: f"%({name})s" for name in ("claim_token", "seed", "traceparent", *REQUEST)},
             # A parameter of two expressions must have one type in both.
             "lease_seconds": "CAST(%(lease_seconds)s AS integer)",
             "retention_hours": "CAST(%(retention_hours)s AS integer)",

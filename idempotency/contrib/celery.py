@@ -26,14 +26,16 @@ from idempotency._text import error_text
 from idempotency.backends import OneByOne
 from idempotency.contrib.celery_delivery import Broker, OnceRequest, unavailable, was_cut
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
-from idempotency.jobs import call_job, refuse_generator, refuse_module, shard_of
+from idempotency.jobs import call_job, refuse_generator, refuse_module, shard_of, trace_of
 from idempotency.models import StagedJob
 
 #: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
 #: The header with the number of runs of a task without a database.
 _OUTAGES_HEADER = "idempotency_outages"
-_HEADERS = (SHARD_HEADER, _OUTAGES_HEADER)
+#: The header with the trace of a staged job.
+_TRACE_HEADER = "idempotency_trace"
+_HEADERS = (SHARD_HEADER, _OUTAGES_HEADER, _TRACE_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
 
@@ -118,7 +120,8 @@ class OnceTask(Task):  # type: ignore[misc]
     @in_own_context
     def _run_once(self, request: Hidden[Any], given: Arguments) -> Any:
         try:
-            with job_run(self.name, request.value.id, request.value.get(SHARD_HEADER)) as first:
+            headers = map(request.value.get, (SHARD_HEADER, _TRACE_HEADER))
+            with job_run(self.name, request.value.id, *headers) as first:
                 result = given.passed_to(self.run) if first else None
                 if isawaitable(result):
                     result = async_to_sync(self._finish)(result, request)
@@ -189,6 +192,11 @@ def run_operation(self: OnceTask, **job_args: Any) -> Any:
     return call_job(STAGED_OPERATION, given.value, using=shard)
 
 
+def _headers_of(job: StagedJob) -> dict[str, Any] | None:
+    values = {SHARD_HEADER: shard_of(job), _TRACE_HEADER: trace_of(job)}
+    return {name: value for name, value in values.items() if value is not None} or None
+
+
 class CeleryBackend(OneByOne):
     """Hand staged jobs to Celery. A job has the name of a task with the base ``OnceTask``; its id
     becomes the task id.
@@ -234,7 +242,7 @@ class CeleryBackend(OneByOne):
                 retry=False,
                 ignore_result=True,
                 add_to_parent=False,
-                headers={SHARD_HEADER: shard} if (shard := shard_of(job)) else None,
+                headers=_headers_of(job),
                 **({} if queue == "default" else {"queue": queue}),
             )
         except BrokerError as error:

@@ -25,7 +25,7 @@ from idempotency._hidden import Hidden
 from idempotency._job_run import is_uncounted, job_run
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, HandOverResult
 from idempotency.exceptions import InProgress, MessageInProgress, Unfinished
-from idempotency.jobs import JobArgs, call_job, shard_of
+from idempotency.jobs import JobArgs, call_job, shard_of, trace_of
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -108,6 +108,7 @@ class RQBackend:
             Queue.prepare_data(
                 run_once,
                 args=[job.job_name, job.job_args, str(job.pk), *shard],
+                kwargs={"trace": trace} if (trace := trace_of(job)) else None,
                 job_id=str(job.pk),
                 description=f"{job.label} (staged)",
                 result_ttl=result_ttl,
@@ -151,7 +152,13 @@ class _AskedToComeBack(Exception):
 
 
 @in_own_context
-def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> Any:
+def run_once(
+    job_name: str,
+    job_args: JobArgs,
+    job_id: str,
+    using: str | None = None,
+    trace: list[Any] | None = None,
+) -> Any:
     """Run a job through the inbox and return its result; a second hand-over does nothing.
 
     If the job raises or returns a Retry, it is rolled back, and RQ retries it. While another
@@ -161,7 +168,7 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
     given = Hidden(job_args)
     del job_args
     try:
-        with job_run(job_name, job_id, using) as first:
+        with job_run(job_name, job_id, using, trace) as first:
             result = call_job(job_name, given.value, using=using) if first else None
             if isinstance(result, Retry):
                 raise _AskedToComeBack(result)

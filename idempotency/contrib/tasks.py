@@ -17,7 +17,7 @@ from idempotency._async import in_own_context
 from idempotency._hidden import Hidden
 from idempotency._job_run import job_run
 from idempotency.backends import BrokerUnavailable, OneByOne
-from idempotency.jobs import JobArgs, call_job, shard_of, stage_job
+from idempotency.jobs import JobArgs, call_job, shard_of, stage_job, trace_of
 from idempotency.models import StagedJob
 
 if TYPE_CHECKING or not find_spec("django.tasks"):
@@ -53,8 +53,10 @@ class TasksBackend(OneByOne):
         if isinstance(backend := task_backends[alias], StagedBackend):
             alias = backend.hands_to
         wrapper = run_staged.using(backend=alias, queue_name=queue)
+        traced: dict[str, Any] = {"trace": trace} if (trace := trace_of(job)) else {}
+        given = (job.job_name, job.job_args, str(job.pk), *filter(None, [shard_of(job)]))
         try:
-            wrapper.enqueue(job.job_name, job.job_args, str(job.pk), *filter(None, [shard_of(job)]))
+            wrapper.enqueue(*given, **traced)
         except (OperationalError, InterfaceError) as error:
             raise BrokerUnavailable(
                 f"The database of the tasks cannot be reached: {error}"
@@ -157,10 +159,16 @@ def _by_name(task: Task[Any, Any], given: Hidden[tuple[Any, Any]]) -> dict[str, 
 # This task is defined after StagedBackend, because the decorator reads the default backend.
 @task
 @in_own_context
-def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> None:
+def run_staged(
+    job_name: str,
+    job_args: JobArgs,
+    job_id: str,
+    using: str | None = None,
+    trace: list[Any] | None = None,
+) -> None:
     """Run a staged job through the inbox; a second delivery does nothing."""
     given = Hidden(job_args)
     del job_args
-    with job_run(job_name, job_id, using) as first:
+    with job_run(job_name, job_id, using, trace) as first:
         if first:
             call_job(job_name, given.value, using=using)

@@ -53,6 +53,7 @@ AS_PRINTED = [
     "shard-by-tenant.md",
     "stage-a-job.md",
     "test-your-views.md",
+    "traces.md",
 ]
 #: ... and those that need a service, or another package. ``make examples`` follows the guide to
 #: GraphQL and agents.

@@ -50,6 +50,7 @@ EXTRAS = {
     "client": ("idempotency.client._httpx", []),
     "drf": ("idempotency.contrib.rest_framework", ["rest_framework"]),
     "ninja": ("idempotency.contrib.ninja", []),
+    "opentelemetry": ("idempotency.contrib.opentelemetry._wrappers", []),
     "prometheus": ("idempotency.contrib.prometheus", []),
     "rabbitmq": ("idempotency.contrib.rabbitmq", []),
     "requests": ("idempotency.client._requests", []),

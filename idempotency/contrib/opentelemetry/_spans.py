@@ -1,0 +1,220 @@
+"""Spans whose failures have no effect on the work that they describe.
+
+The text of an exception may quote what a client has sent, so a span gets the type alone.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from types import MappingProxyType, TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from opentelemetry import context, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, SpanContext, StatusCode, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from idempotency import __version__
+from idempotency.models import IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+_W3C = TraceContextTextMapPropagator()
+_tracer = trace.get_tracer("idempotency", __version__)
+#: The names of the functions whose failure was logged.
+_failed: set[str] = set()
+
+
+def set_provider(provider: TracerProvider | None) -> None:
+    """Send the spans to this provider, or to the global one."""
+    global _tracer
+    _tracer = trace.get_tracer("idempotency", __version__, tracer_provider=provider)
+
+
+def harmless(function: Callable[Given, Result]) -> Callable[Given, Result | None]:
+    """Let the function return None if the tracer raises an exception. The first one is logged."""
+
+    @wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if function.__qualname__ not in _failed:
+                _failed.add(function.__qualname__)
+                text = "the tracer failed, and the work continues without it: %s"
+                logger.warning(text, type(error).__name__)
+            return None
+
+    return call
+
+
+class Span:
+    """A span around a block. Its parent is the span of the context, or that of ``parent``. The
+    names of attributes get the prefix ``idempotency.``."""
+
+    def __init__(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        links: Iterable[str | None] = (),
+        parent: str | None = None,
+        start: int | None = None,
+    ) -> None:
+        self.value: trace.Span = trace.INVALID_SPAN
+        self._name, self._attributes = name, attributes
+        self._links, self._parent, self._start = links, parent, start
+
+    def __enter__(self) -> Self:
+        self._former = context.get_current()
+        self._begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(error, failed=isinstance(error, Exception))
+
+    @harmless
+    def _begin(self) -> None:
+        parent = _context_of(self._parent, self._former) if self._parent else self._former
+        found = map(_linked, self._links)
+        self.value = _tracer.start_span(
+            self._name,
+            parent,
+            attributes=_named(self._attributes),
+            links=[Link(each) for each in found if each is not None],
+            start_time=self._start,
+        )
+        context.attach(trace.set_span_in_context(self.value, parent))
+
+    @harmless
+    def _end(self, error: BaseException | None, *, failed: bool) -> None:
+        try:
+            if failed:
+                self.value.set_status(StatusCode.ERROR)
+            if failed and error is not None:
+                self.value.set_attribute("error.type", type(error).__qualname__)
+            self.value.end()
+        finally:
+            # No token: a block of an async view may end in another context than it began.
+            context.attach(self._former)
+
+    @harmless
+    def set(self, attributes: Mapping[str, Any]) -> None:
+        """Set the attributes that have a value."""
+        self.value.set_attributes(_named(attributes))
+
+    def set_key(self, key: IdempotencyKey) -> None:
+        """Set the attributes of a key. A deferred field is left out, because it would be read."""
+        known = vars(key)
+        scope = known.get("scope")
+        hashed = hashlib.sha256(scope.encode()).hexdigest()[:12] if scope else None
+        self.set(
+            {
+                "key.id": known.get("id"),
+                "scope_hash": hashed,
+                "recovery_point": known.get("recovery_point"),
+                "attempt": known.get("attempts"),
+            }
+        )
+
+    @harmless
+    def link(self, traceparent: str | None) -> None:
+        """Link to the span of a traceparent."""
+        if (linked := _linked(traceparent)) is not None:
+            self.value.add_link(linked)
+
+
+@dataclass
+class Run:
+    """The request, the call of an operation, or the run of the completer in this context."""
+
+    span: Span
+    claim: Span | None = None
+    #: The time at which the claim of a plain run was made.
+    claim_start: int | None = None
+    waited: float = 0.0
+    failed: bool | None = None
+    linked: str | None = None
+
+
+_run: ContextVar[Run | None] = ContextVar("idempotency_traced_run", default=None)
+
+
+def current_run() -> Run | None:
+    return _run.get()
+
+
+class RunSpan(Span):
+    """The span of a run. An exception is an error of the span unless the run has another outcome
+    than a failure."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._outer, self.run = _run.get(), Run(self)
+        _run.set(self.run)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        run = self.run
+        _run.set(self._outer)
+        self.set({"waited_seconds": round(run.waited, 3) or None})
+        failed = isinstance(error, Exception) if run.failed is None else run.failed
+        self._end(error, failed=failed)
+
+
+def link_to_key(key: IdempotencyKey) -> None:
+    """Link the current run to the trace of the request that has inserted the key, once."""
+    run, traceparent = _run.get(), vars(key).get("traceparent")
+    if run is not None and traceparent and run.linked != traceparent:
+        run.linked = traceparent
+        run.span.link(traceparent)
+
+
+@harmless
+def traceparent() -> str | None:
+    """Return the W3C traceparent of the running code. In a claim it is that of the request."""
+    run, span = _run.get(), trace.get_current_span()
+    if run is not None and run.claim is not None and span is run.claim.value:
+        span = run.span.value
+    found = span.get_span_context()
+    if not found.is_valid:
+        return None
+    return f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
+
+
+def same_trace(value: str) -> bool:
+    """Return whether the running code belongs to the trace of a traceparent."""
+    found, here = _linked(value), trace.get_current_span().get_span_context()
+    return found is not None and found.trace_id == here.trace_id
+
+
+def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name: value for name, value in attributes.items() if value not in (None, "")}
+    return {f"idempotency.{name}": value for name, value in known.items()}
+
+
+def _context_of(value: str, former: Context) -> Context:
+    return _W3C.extract({"traceparent": value}, former)
+
+
+def _linked(value: str | None) -> SpanContext | None:
+    if not value:
+        return None
+    found = trace.get_current_span(_context_of(value, Context())).get_span_context()
+    return found if found.is_valid else None
