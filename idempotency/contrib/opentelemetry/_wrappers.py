@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
 
 from idempotency import (
@@ -21,7 +22,7 @@ from idempotency._async import EitherContext
 from idempotency._engine import attempts, calls, claims, events, phase, phased_run, replays
 from idempotency._engine.claims import ClaimOutcome
 from idempotency._http import entry
-from idempotency.contrib.opentelemetry import _jobs
+from idempotency.contrib.opentelemetry import _jobs, _metrics
 from idempotency.contrib.opentelemetry._spans import (
     RunSpan,
     Span,
@@ -31,6 +32,7 @@ from idempotency.contrib.opentelemetry._spans import (
     set_provider,
     traceparent,
 )
+from idempotency.monitoring.metrics import Counting
 from idempotency.signals import RequestOutcome
 
 _Function = Callable[..., Any]
@@ -246,13 +248,16 @@ _WRAPPERS: list[tuple[Any, str, Callable[[_Function], _Function]]] = [
 ]
 #: The functions that were replaced.
 _replaced: list[tuple[Any, str, _Function]] = []
+_counting: list[Counting] = []
 
 
-def install(provider: TracerProvider | None) -> None:
-    """Replace the functions, once."""
+def install(provider: TracerProvider | None, meters: MeterProvider | None) -> None:
+    """Replace the functions and count, once."""
     if _replaced:
         return
     set_provider(provider)
+    _counting.append(counting := _metrics.counting(meters))
+    counting.connect()
     for owner, name, wrapper in _WRAPPERS:
         _replaced.append((owner, name, original := getattr(owner, name)))
         setattr(owner, name, wrapper(original))
@@ -263,5 +268,6 @@ def remove() -> None:
     """Restore the functions."""
     if _replaced:
         _jobs.remove()
+        _counting.pop().disconnect()
     while _replaced:
         setattr(*_replaced.pop())
