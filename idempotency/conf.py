@@ -116,6 +116,8 @@ class Settings:
     #: True also writes each look at a body, and each export, to the log of the admin. The logger
     #: ``idempotency.audit`` has them in any case.
     LOG_VIEWS_IN_ADMIN: bool = False
+    #: The address of a trace, with ``{trace_id}``, to which the page of a key in the admin links.
+    TRACE_URL: str = ""
     #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a
     #: middleware would set, or returns a context manager that stays open for the run. It is called
     #: before the view in the completer, and before ``on_abandon`` in the reaper. In a project with
@@ -225,6 +227,8 @@ def _contradictions(values: Settings) -> list[str]:
         )
     if values.MISMATCH_STATUS not in (400, 409, 422):
         found.append("IDEMPOTENCY['MISMATCH_STATUS'] must be 422, 400 or 409.")
+    if values.TRACE_URL and "{trace_id}" not in values.TRACE_URL:
+        found.append("IDEMPOTENCY['TRACE_URL'] must contain {trace_id}.")
     if values.RETENTION_HOURS < 24:
         found.append(
             "IDEMPOTENCY['RETENTION_HOURS'] must be at least 24: clients may retry on the next day."

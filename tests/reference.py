@@ -40,6 +40,7 @@ KINDS = {
     "PHASE_ISOLATION": "isolation level",
     "PLAIN_ISOLATION": "isolation level",
     "PROBLEM_TYPE_BASE": "start of a URI",
+    "TRACE_URL": "address with `{trace_id}`",
     "CONFIRM_REPLICATED": 'True, False or `"storage"`',
     "ENQUEUERS": "queue name to dotted path",
     "JOB_MODULES": "names of modules",

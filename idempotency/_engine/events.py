@@ -15,8 +15,20 @@ from idempotency.models import IdempotencyKey
 logger = logging.getLogger("idempotency")
 
 
-def about(key: IdempotencyKey) -> dict[str, str]:
-    return {"key_hash": key.key_hash}
+def about(key: IdempotencyKey) -> dict[str, Any]:
+    """Return the ``extra`` of a log line about a key. A deferred field is not read for it."""
+    known = vars(key)
+    return {
+        "key_hash": key.key_hash,
+        "recovery_point": known.get("recovery_point"),
+        "attempt": known.get("attempts"),
+        "trace_id": trace_id_of(known.get("traceparent")),
+    }
+
+
+def trace_id_of(traceparent: str | None) -> str | None:
+    """Return the id of the trace in which a key was inserted or a job was staged."""
+    return traceparent.split("-")[1] if traceparent else None
 
 
 def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: Any = None) -> None:

@@ -11,6 +11,8 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from idempotency import conf
+from idempotency._engine.events import trace_id_of
 from idempotency._http.stored_request import has_headers
 from idempotency._operations.definition import METHOD, work_line
 from idempotency.admin import key_page
@@ -25,8 +27,8 @@ _TIMES = (
     "created_at", "last_run_at", "locked_until", "finished_at", "expires_at", "refused_at",
     "stuck_at", "acknowledged_at", "handed_back_at", "next_run_at",
 )  # fmt: skip
-_REQUEST = ("request", "sender", "scope", "key_shown", "remote_addr")
-_CALL = ("operation", "sender", "scope", "key_shown")
+_REQUEST = ("request", "sender", "scope", "key_shown", "remote_addr", "trace")
+_CALL = ("operation", "sender", "scope", "key_shown", "trace")
 _RUNS = (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts", "hangs")
 _LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}
 _EMPTY = ("", str(preformatted("")))
@@ -55,7 +57,7 @@ class KeyFieldsAdmin(ReadOnlyAdmin):
         kept, empty = [], []
         is_operation = obj.request_method == METHOD
         for title, options in self.operation_fieldsets if is_operation else self.fieldsets:
-            fields = list(options["fields"])
+            fields = [name for name in options["fields"] if name != "trace" or obj.traceparent]
             if "error_shown" in fields and key_page.is_error_on_top(obj):
                 fields.remove("error_shown")
             full = [name for name in fields if self._has_value(name, obj)]
@@ -100,6 +102,14 @@ class KeyFieldsAdmin(ReadOnlyAdmin):
         a user."""
         name = key.sent_by and key.sent_by.get_username()
         return f"{name} ({key.user_id})" if key.sent_by else str(key.user_id or "")
+
+    @admin.display(description=_("trace"))
+    def trace(self, key: IdempotencyKey) -> str:
+        """Return the id of the trace of the first request, as a link if TRACE_URL is set."""
+        trace_id, url = trace_id_of(key.traceparent) or "", conf.get().TRACE_URL
+        if not url:
+            return trace_id
+        return format_html('<a href="{}">{}</a>', url.replace("{trace_id}", trace_id), trace_id)
 
     @admin.display(description=_("last error"))
     def error_shown(self, key: IdempotencyKey) -> SafeString:

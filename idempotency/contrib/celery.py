@@ -31,10 +31,8 @@ from idempotency.models import StagedJob
 
 #: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
-#: The header with the number of runs of a task without a database.
-_OUTAGES_HEADER = "idempotency_outages"
-#: The header with the trace of a staged job.
-_TRACE_HEADER = "idempotency_trace"
+#: The headers with the number of runs of a task without a database, and with the trace of the job.
+_OUTAGES_HEADER, _TRACE_HEADER = "idempotency_outages", "idempotency_trace"
 _HEADERS = (SHARD_HEADER, _OUTAGES_HEADER, _TRACE_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
@@ -192,11 +190,6 @@ def run_operation(self: OnceTask, **job_args: Any) -> Any:
     return call_job(STAGED_OPERATION, given.value, using=shard)
 
 
-def _headers_of(job: StagedJob) -> dict[str, Any] | None:
-    values = {SHARD_HEADER: shard_of(job), _TRACE_HEADER: trace_of(job)}
-    return {name: value for name, value in values.items() if value is not None} or None
-
-
 class CeleryBackend(OneByOne):
     """Hand staged jobs to Celery. A job has the name of a task with the base ``OnceTask``; its id
     becomes the task id.
@@ -232,6 +225,7 @@ class CeleryBackend(OneByOne):
         was_connected = self._broker.is_connected
         producer = self._broker.producer(self.app)
         by_name = isinstance(job.job_args, dict)
+        headers = (SHARD_HEADER, shard_of(job)), (_TRACE_HEADER, trace_of(job))
         try:
             self.app.send_task(
                 job.job_name,
@@ -242,7 +236,7 @@ class CeleryBackend(OneByOne):
                 retry=False,
                 ignore_result=True,
                 add_to_parent=False,
-                headers=_headers_of(job),
+                headers={name: value for name, value in headers if value is not None} or None,
                 **({} if queue == "default" else {"queue": queue}),
             )
         except BrokerError as error:

@@ -627,3 +627,16 @@ def test_each_copy_button_names_a_text_of_the_page(staff: Client) -> None:
     assert all(f'id="{name}"' in text for name in named)
     assert "idempotency/copy.js" in text
     assert json.loads(staff.get(f"{KEYS}{IdempotencyKey.objects.get().pk}/json/").text)
+
+
+def test_the_trace_of_a_key_is_a_link_if_the_project_has_set_an_address(
+    staff: Client, settings: Settings
+) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    key = IdempotencyKeyFactory(traceparent=f"00-{trace_id}-b7ad6b7169203331-01")
+    assert trace_id in page(staff, key).content.decode()
+    address = {"TRACE_URL": "https://traces.example.com/{trace_id}"}
+    settings.IDEMPOTENCY = settings.IDEMPOTENCY | address
+    link = f'<a href="https://traces.example.com/{trace_id}">{trace_id}</a>'
+    assert link in page(staff, key).content.decode()
+    assert "https://traces" not in page(staff, IdempotencyKeyFactory()).content.decode()
