@@ -22,15 +22,18 @@ def sentry() -> None:
 
 
 def opentelemetry() -> None:
-    """Instrument Django and psycopg; the spans go nowhere."""
+    """Instrument Django, psycopg and this app; the spans go nowhere."""
     from opentelemetry import trace
     from opentelemetry.instrumentation.django import DjangoInstrumentor
     from opentelemetry.instrumentation.psycopg import PsycopgInstrumentor
     from opentelemetry.sdk.trace import TracerProvider
 
+    from idempotency.contrib.opentelemetry import instrument
+
     trace.set_tracer_provider(TracerProvider())
     DjangoInstrumentor().instrument()
     PsycopgInstrumentor().instrument(enable_commenter=True)
+    instrument()
 
 
 def ddtrace() -> None:

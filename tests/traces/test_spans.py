@@ -11,6 +11,7 @@ from celery._state import _task_stack
 from django.conf import settings
 from django.db import OperationalError, transaction
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 from psycopg.errors import SerializationFailure
@@ -161,8 +162,13 @@ def test_operations_have_their_names(spans: Spans, transactional_db: None) -> No
     assert attributes(reused)["code"] == "key_reused"
 
 
+#: The traces in which jobs were handed over.
+handed_over: list[int] = []
+
+
 def accept(job: StagedJob) -> None:
     """Take a job of the enqueuer."""
+    handed_over.append(trace.get_current_span().get_span_context().trace_id)
 
 
 def stage() -> StagedJob:
@@ -183,6 +189,8 @@ def test_the_enqueuer_links_to_the_trace_of_each_job(
     (batch,) = spans.take()
     assert (batch.name, batch.parent, attributes(batch)["jobs"]) == ("idempotency.enqueue", None, 3)
     assert set(linked(batch)) == {one.context.span_id, two.context.span_id}
+    traces = {span.context.trace_id for span in (one, two, batch)}
+    assert set(handed_over[-3:]) == traces, "an instrumentor of a queue gets the trace of the job"
 
 
 def by_celery(name: str, args: Any, job_id: str, *, trace: Any, retries: int = 0) -> None:

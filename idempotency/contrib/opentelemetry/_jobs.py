@@ -8,7 +8,13 @@ from typing import Any
 from django.db.models.signals import pre_save
 
 from idempotency import _job_run
-from idempotency.contrib.opentelemetry._spans import Span, harmless, same_trace, traceparent
+from idempotency.contrib.opentelemetry._spans import (
+    Span,
+    harmless,
+    in_trace,
+    same_trace,
+    traceparent,
+)
 from idempotency.models import StagedJob
 
 _Function = Callable[..., Any]
@@ -26,6 +32,17 @@ def enqueue(original: _Function) -> _Function:
         links = dict.fromkeys(job.traceparent for job in batch.jobs)
         with Span("idempotency.enqueue", {"jobs": len(batch.jobs)}, links=links):
             original(batch, state)
+
+    return hand_over
+
+
+def hand_over_one(original: _Function) -> _Function:
+    """An instrumentor of the queue sends the context of the code that hands a job over. That is the
+    trace of the job instead of the batch, at its first hand-over."""
+
+    def hand_over(self: Any, queue: str, job: StagedJob) -> None:
+        with in_trace(None if job.hand_overs else job.traceparent):
+            original(self, queue, job)
 
     return hand_over
 

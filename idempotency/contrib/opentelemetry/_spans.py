@@ -5,7 +5,8 @@ The text of an exception may quote what a client has sent, so a span gets the ty
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -184,6 +185,18 @@ def link_to_key(key: IdempotencyKey) -> None:
     if run is not None and traceparent and run.linked != traceparent:
         run.linked = traceparent
         run.span.link(traceparent)
+
+
+@contextmanager
+def in_trace(value: str | None) -> Iterator[None]:
+    """Run the block in the context of a traceparent, if there is one."""
+    former = context.get_current()
+    try:
+        if value:
+            context.attach(_context_of(value, former))
+        yield
+    finally:
+        context.attach(former)
 
 
 @harmless

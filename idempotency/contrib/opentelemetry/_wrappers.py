@@ -13,6 +13,7 @@ from opentelemetry.trace import TracerProvider
 from idempotency import (
     _abandonment,
     _key_completion,
+    backends,
     completer,
     enqueuer,
     operations,
@@ -245,6 +246,7 @@ _WRAPPERS: list[tuple[Any, str, Callable[[_Function], _Function]]] = [
     (completer, "complete_by_id", _complete),
     (_abandonment, "_run", _abandon),
     (enqueuer, "_hand_over", _jobs.enqueue),
+    (backends.OneByOne, "_hand_over", _jobs.hand_over_one),
 ]
 #: The functions that were replaced.
 _replaced: list[tuple[Any, str, _Function]] = []
