@@ -399,6 +399,7 @@ PAIRS = [
     "reads_from_a_replica+atomic_requests",
     "debug+debug_toolbar",
     "sentry+opentelemetry",
+    "ddtrace+opentelemetry",
     "serializable+wrapper_of_statements",
     "unmerged+another_database_with_atomic_requests",
     "users_with_a_uuid+sessions_in_cookies",
