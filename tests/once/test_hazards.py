@@ -62,15 +62,32 @@ def test_a_renamed_call_is_never_made_however_long_its_key_is_retried(bank: Bank
     assert IdempotencyKey.objects.get().stuck_code == StuckCode.CALL_IN_DOUBT
 
 
-def test_a_refusal_by_an_inserted_step_does_not_hide_a_call_that_was_begun(bank: Bank) -> None:
-    def checked(*, name: str, cents: int) -> None:
-        raise Rejected("limit")
+def checked(*, name: str, cents: int) -> None:
+    raise Rejected("limit")
 
+
+@pytest.mark.parametrize("after", [checked, Step(booked, None, checked)])
+@pytest.mark.parametrize("history", ["whole", "lost"])
+def test_a_refusal_by_an_inserted_step_does_not_hide_a_call_that_was_begun(
+    history: str, after: Any, bank: Bank
+) -> None:
     unfinished(bank, charge)
-    with deployed(charge, after=checked), pytest.raises(InterventionRequired):
+    if history == "lost":
+        IdempotencyKey.objects.update(history=[])
+    with deployed(charge, after=after), pytest.raises(InterventionRequired):
         charge.once("key", name="one", cents=5)
     assert "inserted" in IdempotencyKey.objects.get().stuck_reason
     assert len(bank.transfers) == 1
+
+
+def test_a_service_may_refuse_the_call_that_an_earlier_run_has_begun(bank: Bank) -> None:
+    def declined() -> None:
+        raise Rejected("declined")
+
+    unfinished(bank, charge)
+    bank.before = declined
+    with pytest.raises(Rejected, match="declined"):
+        charge.once("key", name="one", cents=5)
 
 
 @pytest.mark.parametrize("place", ["its call", "its transaction"])

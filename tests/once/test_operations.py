@@ -1,6 +1,8 @@
 """Operations in one process: what runs, what is stored, and what each caller gets."""
 
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -8,11 +10,14 @@ import pytest
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.db import DatabaseError, OperationalError, connection, transaction
+from django.db.models.signals import post_save
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from idempotency._engine.phased_run import current_key
 from idempotency.completer import complete_key
 from idempotency.exceptions import (
+    InProgress,
     InterventionRequired,
     KeyReused,
     Rejected,
@@ -30,6 +35,16 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 def broken() -> None:
     raise OSError("no route")
+
+
+@contextmanager
+def on_save(receiver: Callable[..., None]) -> Iterator[None]:
+    """Call the receiver when the block has saved an entry: in the transaction of an operation."""
+    post_save.connect(receiver, sender=Entry)
+    try:
+        yield
+    finally:
+        post_save.disconnect(receiver, sender=Entry)
 
 
 def names() -> list[str]:
@@ -177,6 +192,68 @@ def test_a_lost_database_is_unavailable(bank: Bank) -> None:
         charge.once("key", name="one", cents=1)
     bank.inside = lambda: None
     assert charge.once("key", name="one", cents=1) == {"transfer": 0}
+
+
+@pytest.mark.postgres
+def test_a_database_that_is_lost_before_the_first_effect_is_no_refusal() -> None:
+    def lose(**kwargs: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    with on_save(lose), pytest.raises(Unavailable) as caught:
+        pay.once("key", name="one", cents=1)
+    key = IdempotencyKey.objects.get()
+    assert (caught.value.code, key.refused_at) == ("database_unavailable", None)
+
+
+@pytest.mark.parametrize("refusal", [InProgress, KeyReused])
+@pytest.mark.parametrize("of", [note, pay])
+def test_before_the_first_effect_only_the_progress_of_another_key_is_passed_on(
+    of: Any, refusal: Any
+) -> None:
+    """A queue then retries the call. Another refusal concerns a key that the caller does not
+    know."""
+
+    def refuse(**kwargs: Any) -> None:
+        raise refusal
+
+    more = {"cents": 1} if of is pay else {}
+    expected = InProgress if refusal is InProgress else RuntimeError
+    with on_save(refuse), pytest.raises(expected):
+        of.once("key", name="one", **more)
+    assert of.once("key", name="one", **more)
+
+
+def test_the_progress_of_another_key_after_the_first_effect_leaves_the_key_unfinished(
+    bank: Bank,
+) -> None:
+    def refuse() -> None:
+        raise InProgress
+
+    bank.before = refuse
+    with pytest.raises(Unfinished) as caught:
+        pay.once("key", name="one", cents=1)
+    assert "InProgress of another key" in str(caught.value.__cause__)
+
+
+def test_the_longest_key_and_the_code_after_it() -> None:
+    assert note.once("k" * 255, name="one")
+    assert current_key.get() is None
+
+
+@pytest.mark.postgres
+def test_a_plain_operation_has_the_isolation_of_plain_views(settings: Any) -> None:
+    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "PLAIN_ISOLATION": "serializable"}
+    levels = []
+
+    def read_level(**kwargs: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            levels.append(cursor.fetchone()[0])
+
+    with on_save(read_level):
+        note.once("key", name="one")
+    assert levels == ["serializable"]
 
 
 def test_o08_a_refusal_before_anything_is_committed_undoes_nothing() -> None:

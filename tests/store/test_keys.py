@@ -8,12 +8,11 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 from django.db.models.functions import Now
 
-from idempotency._engine import decisions, fence, rows
+from idempotency._engine import decisions, fence, phased_run, rows
 from idempotency._engine.advisory_locks import lock_parameters
 from idempotency._engine.claims import ClaimOutcome
 from idempotency._engine.dialects import HISTORY_LIMIT
 from idempotency._engine.transactions import durable_transaction
-from idempotency._http import view
 from idempotency.exceptions import LockLost
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
@@ -250,9 +249,9 @@ def test_concurrent_runs_of_different_keys_that_stage_a_job_do_not_fail_each_oth
 
     def last_phase(number: int) -> None:
         with durable_transaction("serializable", using="default"):
-            token = view.current_key.set(held[number])
+            token = phased_run.current_key.set(held[number])
             stage_job("rides_demo.jobs.send_ride_receipt")
-            view.current_key.reset(token)
+            phased_run.current_key.reset(token)
             finish(held[number])
             written.wait(60)
 
