@@ -318,6 +318,14 @@ def test_the_page_works_in_a_project_without_time_zones(
 # What belongs to it.
 
 
+def test_an_empty_column_of_a_row_of_the_key_is_a_dash(staff: Client) -> None:
+    key = IdempotencyKeyFactory()
+    RideFactory(idempotency_key=key, stripe_charge_id=None)
+    (row,) = next(kind.rows for kind in page(staff, key).context["linked"] if kind.name == "ride")
+    assert "charge" in row.state
+    assert "-" in row.state
+
+
 def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
     key = IdempotencyKeyFactory()
     RideFactory(idempotency_key=key, stripe_charge_id="ch_7", paid_at=ago(minutes=1))
