@@ -9,11 +9,11 @@ import logging
 import threading
 from asyncio import CancelledError
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pika  # type: ignore[import-untyped]
 from django.conf import settings
-from django.core.exceptions import ImproperlyConfigured
 from django.db import close_old_connections
 from pika import exceptions as errors
 from pika.adapters.utils.connection_workflow import (  # type: ignore[import-untyped]
@@ -29,8 +29,7 @@ from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
-#: The broker ends a connection without a message for two of these. A confirmation that does not
-#: come is noticed after the same time.
+#: The broker and this process end a connection without a message for two of these.
 _HEARTBEAT_SECONDS = BROKER_TIMEOUT_SECONDS // 2
 #: The connection is lost or cannot be made, or the broker has closed it.
 _LOST = (
@@ -63,7 +62,8 @@ class RabbitMQBackend(OneByOne):
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
         """Publish one message, and wait for the confirmation of the broker.
 
-        Raises BrokerUnavailable if the broker cannot be reached, or if the queue is full.
+        Raises BrokerUnavailable if the broker cannot be reached or does not confirm the message, if
+        the queue is full, or if the address of the broker is missing or invalid.
         Raises LookupError if the broker has no such queue.
         """
         body = Hidden(
@@ -76,7 +76,7 @@ class RabbitMQBackend(OneByOne):
         )
         was_connected = hasattr(self._thread, "channel")
         try:
-            self._channel().basic_publish("", queue, body.value, properties, mandatory=True)
+            self._publish(queue, body, properties)
         except errors.UnroutableError:
             raise LookupError(
                 f"RabbitMQ has no queue {queue!r}. Declare it, durable and of the type quorum, and"
@@ -84,7 +84,8 @@ class RabbitMQBackend(OneByOne):
             ) from None
         except errors.NackError as error:
             raise BrokerUnavailable(f"The queue {queue!r} of RabbitMQ is full.") from error
-        except errors.ChannelClosedByBroker:  # because of this message
+        except (errors.ChannelClosedByBroker, BrokerUnavailable):
+            # Because of this message, or it is not confirmed.
             self._disconnect()
             raise
         except _LOST as error:
@@ -94,6 +95,18 @@ class RabbitMQBackend(OneByOne):
             raise BrokerUnavailable(
                 f"RabbitMQ takes no jobs at the moment: {error or type(error).__name__}"
             ) from error
+
+    def _publish(self, queue: str, body: Hidden[bytes], properties: Any) -> None:
+        channel = self._channel()
+        # pika waits for the confirmation without end. A quorum queue without a majority does not
+        # confirm, while the broker answers heartbeats. pika calls the timers of a connection only
+        # after such a wait, but those of its loop during it.
+        loop = channel.connection._impl.ioloop
+        timer = loop.call_later(BROKER_TIMEOUT_SECONDS, partial(_raise_unconfirmed, queue))
+        try:
+            channel.basic_publish("", queue, body.value, properties, mandatory=True)
+        finally:
+            loop.remove_timeout(timer)
 
     def _channel(self) -> Any:
         """Return this thread's channel, whose messages are confirmed."""
@@ -105,12 +118,15 @@ class RabbitMQBackend(OneByOne):
 
     def _parameters(self) -> pika.URLParameters:
         address = Hidden(self.url or getattr(settings, "RABBITMQ_URL", None))
-        if not address.value:
-            raise ImproperlyConfigured(
+        try:
+            parameters = pika.URLParameters(address.value)
+        except Exception:
+            # The error may quote a part of the password.
+            raise BrokerUnavailable(
                 'RabbitMQBackend needs the address of the broker: RABBITMQ_URL = "amqp://user:'
-                'password@host:5672/%2F" in the settings.'
-            )
-        parameters = pika.URLParameters(address.value)
+                'password@host:5672/%2F" in the settings. In the password, write %2F for a slash,'
+                " and percent-encode other special characters too."
+            ) from None
         parameters.heartbeat = _HEARTBEAT_SECONDS
         parameters.socket_timeout = parameters.stack_timeout = _HEARTBEAT_SECONDS
         parameters.blocked_connection_timeout = _HEARTBEAT_SECONDS
@@ -120,6 +136,13 @@ class RabbitMQBackend(OneByOne):
         """Close this thread's connection, which may be broken already."""
         with suppress(Exception):
             vars(self._thread).pop("channel").connection.close()
+
+
+def _raise_unconfirmed(queue: str) -> None:
+    raise BrokerUnavailable(
+        f"RabbitMQ did not confirm a message for the queue {queue!r} within"
+        f" {BROKER_TIMEOUT_SECONDS} s. A quorum queue needs a majority of its nodes."
+    )
 
 
 @in_own_context

@@ -16,6 +16,7 @@ from uuid import uuid4
 import pika
 import pytest
 from django.conf import settings
+from pika.channel import Channel
 from pika.exceptions import AMQPError
 from pytest_django import Settings
 
@@ -157,6 +158,41 @@ def test_a_message_that_is_too_large_does_not_hold_the_others(
     StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "small"})
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
     assert len(received(channel, name)) == 1
+
+
+def test_a_message_that_is_not_confirmed_holds_no_other_queue(
+    queue: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quorum queue without a majority confirms nothing, while heartbeats are answered."""
+
+    def deaf(self: Any, ack_nack_callback: Any, callback: Any = None) -> None:
+        confirm_delivery(self, lambda frame: None, callback)
+
+    confirm_delivery = Channel.confirm_delivery
+    monkeypatch.setattr(Channel, "confirm_delivery", deaf)
+    monkeypatch.setattr("idempotency.contrib.rabbitmq.BROKER_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr("idempotency._hand_over._built", {})  # without the former connection
+    _, name = queue()
+    StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "first"})
+    with pytest.raises(BrokerUnavailable, match="did not confirm"):
+        enqueue_once()
+    assert StagedJob.objects.get().refusals == 0
+
+
+def test_an_invalid_address_shows_no_password_and_burns_no_attempt(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idempotency._hand_over._built", {})
+    settings.IDEMPOTENCY = {
+        "JOB_MODULES": ["tests.processes.service"],
+        "ENQUEUERS": {"*": "idempotency.contrib.rabbitmq.RabbitMQBackend"},
+    }
+    settings.RABBITMQ_URL = "amqp://user:secret/@host:5672/%2F"
+    StagedJobFactory(job_name=JOB, queue="unused", job_args={})
+    with pytest.raises(BrokerUnavailable) as raised:
+        enqueue_once()
+    assert "secret" not in f"{raised.value} {StagedJob.objects.get().last_error}"
+    assert StagedJob.objects.get().refusals == 0
 
 
 def stopped(server: RabbitMQ) -> None:
