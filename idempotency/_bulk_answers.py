@@ -4,6 +4,7 @@ function of the project returns for each key."""
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,9 @@ from idempotency._boundary import boundary
 from idempotency._engine.adapter import adapter_of
 from idempotency._engine.fence import StoredResponse
 from idempotency._operations.definition import METHOD
+from idempotency._states import HUNG_AFTER_LEASES
 from idempotency._text import error_text
+from idempotency._watchdog import watched
 from idempotency.exceptions import Rejected
 from idempotency.models import BulkRow, DownstreamCall, IdempotencyKey
 
@@ -53,18 +56,39 @@ def response_of(status: int, kind: str, body: str) -> HttpResponse:
 
 
 def prepare(
-    answer: dict[str, Any], rows: Iterable[BulkRow], alias: str
+    answer: dict[str, Any],
+    rows: Iterable[BulkRow],
+    alias: str,
+    seconds: float,
+    deleted: str,
+    mark_hung: Callable[[str], object],
 ) -> dict[str, StoredResponse | str]:
-    """Return what to store for each row, or the reason why it gets no answer, by the id of its key.
-    Code of the project runs, so call this outside any transaction."""
+    """Return what to store for the first rows, for which ``seconds`` suffice, or the reason why a
+    row gets no answer, by the id of its key. For a deleted key that is ``deleted``. Code of the
+    project runs, so call this outside any transaction. If the code hangs in a loop, its watchdog
+    calls ``mark_hung``."""
     keys = IdempotencyKey.objects.using(alias).in_bulk([int(row.row) for row in rows])
     prepared: dict[str, StoredResponse | str] = {}
-    for pk, key in keys.items():
+    until = time.monotonic() + seconds
+    for row in rows:
+        key = keys.get(int(row.row))
         try:
-            prepared[str(pk)] = stored_answer(key, answer)
+            prepared[row.row] = deleted if key is None else _watched(key, answer, mark_hung)
         except NoAnswer as error:
-            prepared[str(pk)] = str(error)
+            prepared[row.row] = str(error)
+        if time.monotonic() > until:
+            break
     return prepared
+
+
+def _watched(
+    key: IdempotencyKey, answer: dict[str, Any], mark_hung: Callable[[str], object]
+) -> StoredResponse:
+    text, limit = f"the answer of key {key.key_hash}", HUNG_AFTER_LEASES * key.lease_seconds
+    with watched(
+        text, limit_seconds=limit, mark=lambda place: mark_hung(f"{text} hangs at {place}")
+    ):
+        return stored_answer(key, answer)
 
 
 def stored_answer(key: IdempotencyKey, answer: dict[str, Any]) -> StoredResponse:

@@ -1,9 +1,8 @@
 """Bulk work: an action of a person on many keys or jobs, which the completers do.
 
 ``begin`` stores the work with its rows. ``work_off`` processes the rows in chunks. A chunk is one
-transaction: it changes rows, writes the log of the admin, deletes the rows from the work, and
-counts them. If the process dies, the database rolls the chunk back, and the next process repeats
-it. A chunk locks the row of its work, so that one process at a time does the work; others skip it.
+transaction: it locks its work, changes rows, writes the log of the admin, deletes the rows from the
+work, and counts them. If the process dies, the database rolls the chunk back. Others skip the work.
 """
 
 import logging
@@ -11,12 +10,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.apps import apps
 from django.contrib.auth import get_user_model
 from django.core.exceptions import EmptyResultSet
-from django.db import IntegrityError, connections, transaction
+from django.db import IntegrityError, ProgrammingError, connections, transaction
 from django.db.models import F, Model, Q, QuerySet, TextField, UUIDField, Value
 from django.db.models.expressions import RawSQL
 from django.db.models.functions import Cast, Now
@@ -27,8 +27,7 @@ from idempotency._async import FAILURES
 from idempotency._bulk_answers import prepare
 from idempotency._engine import decisions, events
 from idempotency._engine import rows as engine_rows
-from idempotency._engine.decisions import Decision, calls_expression
-from idempotency._engine.errors import connection_lost
+from idempotency._engine.errors import connection_lost, exceeded_time_limit
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.transactions import durable_transaction
 from idempotency._states import KeyState
@@ -41,8 +40,7 @@ logger = logging.getLogger("idempotency")
 #: A chunk ends at the first of these limits. Its keys are locked for that time.
 CHUNK_ROWS = 500
 CHUNK_SECONDS = 1.0
-#: The time of one turn of a completer, which runs a key before the next turn; and the time after
-#: which it looks for new work.
+#: The time of one turn of a completer, and the time after which it looks for new work.
 TURN_SECONDS = 1.0
 #: The work that a process may continue.
 OPEN = Q(finished_at__isnull=True, stopped_at__isnull=True)
@@ -52,7 +50,7 @@ CHANGED = gettext_noop("changed after the confirmation was shown")
 JOB_CHANGED = gettext_noop("running now, or changed after the confirmation was shown")
 FAILED = gettext_noop("refused by the database: see the log")
 
-_OF_KEYS: dict[str, Callable[[Decision], bool]] = {
+_OF_KEYS: dict[str, Callable[[decisions.Decision], bool]] = {
     "hand_back": decisions.hand_back,
     "acknowledge": decisions.acknowledge,
     "unacknowledge": decisions.unacknowledge,
@@ -103,7 +101,7 @@ def _insert(chosen: QuerySet[Any], columns: tuple[str, ...], alias: str) -> int:
 
 
 def _calls(alias: str) -> RawSQL:
-    text = calls_expression(alias, IdempotencyKey._meta.db_table)
+    text = decisions.calls_expression(alias, IdempotencyKey._meta.db_table)
     return RawSQL(text, (), output_field=TextField())  # nosec B611  # names and constants
 
 
@@ -116,7 +114,11 @@ class Turns:
     def take(self, stop: Callable[[], bool]) -> bool:
         """Work for TURN_SECONDS, if there is work; return whether more of it is left."""
         if self._more or time.monotonic() >= self._due:
-            self._more = work_off(self._alias, stop=stop)
+            try:
+                self._more = work_off(self._alias, stop=stop)
+            except ProgrammingError as error:  # The role lacks a privilege, and completes keys.
+                self._more = False
+                logger.error("bulk work cannot be done: %s", error)
             self._due = time.monotonic() + TURN_SECONDS
         return self._more
 
@@ -127,9 +129,8 @@ def work_off(
     """Process chunks of all work, or of one, for TURN_SECONDS; return whether this process may
     continue with more. The works take turns."""
     until = time.monotonic() + TURN_SECONDS
-    works = BulkWork.objects.using(alias).filter(OPEN).order_by("created_at")
-    if only is not None:
-        works = works.filter(pk=only)
+    chosen = OPEN if only is None else OPEN & Q(pk=only)
+    works = BulkWork.objects.using(alias).filter(chosen).order_by("created_at")
     while sum(_process(pk, alias) for pk in list(works.values_list("pk", flat=True))):
         if stop() or time.monotonic() > until:
             return True
@@ -143,13 +144,18 @@ def _process(pk: uuid.UUID, alias: str) -> bool:
         try:
             return _chunk(pk, alias, careful=careful)
         except FAILURES as error:
-            if connection_lost(error, alias) or isinstance(error, NotReplicated):
+            lost, limit = connection_lost(error, alias), exceeded_time_limit(error)
+            # With this limit each chunk could fail, and the completer would run no key.
+            if (lost and limit != "transaction_timeout") or isinstance(error, NotReplicated):
                 raise
             text = storable(error_text(error))
             logger.warning("a chunk of the bulk work %s failed: %s", pk, text)
-    stopped = BulkWork.objects.using(alias).filter(OPEN, pk=pk)
-    stopped.update(stopped_at=Now(), error=text)
+    _stop(pk, alias, text)
     return False
+
+
+def _stop(pk: uuid.UUID, alias: str, error: str) -> None:
+    BulkWork.objects.using(alias).filter(OPEN, pk=pk).update(stopped_at=Now(), error=error)
 
 
 def _chunk(pk: uuid.UUID, alias: str, *, careful: bool) -> bool:
@@ -207,8 +213,7 @@ def _decide(
 
 
 def _locked(pk: uuid.UUID, alias: str) -> BulkWork | None:
-    """Lock the row of the work until the end of the transaction. Return None if another process has
-    locked it, or if it was stopped or finished."""
+    """Lock the row of the work. Return None if another process has it, or if the work is over."""
     works = BulkWork.objects.using(alias).filter(OPEN, pk=pk)
     if connections[alias].vendor != "postgresql":
         works.update(worked_at=Now())  # takes the write lock
@@ -221,11 +226,9 @@ def _targets(work: BulkWork, rows: list[BulkRow], alias: str) -> dict[str, Any]:
     model: type[Model] = StagedJob if work.action in _OF_JOBS else IdempotencyKey
     ids = {model._meta.pk.to_python(row.row): row.row for row in rows}
     found = model._base_manager.using(alias).filter(pk__in=ids)
-    locked = found.only("pk") if model is IdempotencyKey else found
-    targets: dict[str, Any] = {
-        ids[target.pk]: target
-        for target in locked.select_for_update(skip_locked=True).order_by("pk")
-    }
+    locked = found.select_for_update(skip_locked=True).order_by("pk")
+    locked = locked.only("pk") if model is IdempotencyKey else locked
+    targets: dict[str, Any] = {ids[target.pk]: target for target in locked}
     if len(targets) < len(ids):
         there = {ids[pk] for pk in found.values_list("pk", flat=True)}
         targets |= dict.fromkeys(set(ids.values()) - there, "")
@@ -238,19 +241,17 @@ def _prepared(pk: uuid.UUID, alias: str) -> dict[str, StoredResponse | str] | No
     if (work := works.first()) is None or work.answer is None:
         return None
     rows = list(BulkRow.objects.using(alias).filter(work=pk).order_by("pk")[:CHUNK_ROWS])
-    answers: dict[str, StoredResponse | str] = dict.fromkeys((row.row for row in rows), CHANGED)
-    return answers | prepare(work.answer, rows, alias)
+    return prepare(work.answer, rows, alias, CHUNK_SECONDS, CHANGED, partial(_stop, pk, alias))
 
 
 def _changed_together(
     work: BulkWork, rows: list[BulkRow], targets: dict[str, Any], alias: str
 ) -> set[str] | None:
-    """Change the keys in one statement, and return the ids of the changed ones; None if the action
-    or the database needs a statement for each."""
+    """Change the keys in one statement; return the changed ids. None: that is not possible."""
     if work.action not in decisions.CHANGES or connections[alias].vendor != "postgresql":
         return None
     seen = [(int(row.row), row.seen, row.at) for row in rows if targets.get(row.row)]
-    signed = Decision(0, None, None, work.by, work.note, alias).signed
+    signed = decisions.Decision(0, None, None, work.by, work.note, alias).signed
     changed = decisions.change_many(work.action, seen, signed, using=alias) if seen else set()
     return set(map(str, changed))
 
@@ -267,8 +268,7 @@ def _act_carefully(work: BulkWork, row: BulkRow, answer: StoredResponse | str, a
 
 
 def _act(work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str) -> str:
-    """Change the key or job of a row if it is as it was at the confirmation. Return an empty text,
-    or the reason why it was not changed."""
+    """Change a row if it is as it was at the confirmation. Return "", or why it was not changed."""
     if work.action in _OF_JOBS:
         failed = StagedJob.objects.using(alias).filter(pk=row.row, failed_at__lte=work.created_at)
         if failed.exists() and _OF_JOBS[work.action]([uuid.UUID(row.row)], using=alias):
@@ -276,7 +276,7 @@ def _act(work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str)
         return JOB_CHANGED
     if isinstance(answer, str) and answer:
         return answer
-    decision = Decision(int(row.row), row.seen, row.at, work.by, work.note, alias)
+    decision = decisions.Decision(int(row.row), row.seen, row.at, work.by, work.note, alias)
     if isinstance(answer, StoredResponse):
         if decisions.answer(decision, answer, calls=row.calls):
             return ""

@@ -8,10 +8,13 @@ from uuid import uuid4
 
 import pytest
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, OperationalError, ProgrammingError, connection, transaction
 from django.db.models.functions import Now
+from django.http import HttpResponse
+from psycopg.errors import TransactionTimeout
+from pytest_django import Settings
 
-from idempotency import _bulk_work
+from idempotency import _bulk_work, _watchdog
 from idempotency._engine import decisions
 from idempotency.completer import CompletePass, complete_once
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -180,6 +183,58 @@ def test_work_that_fails_as_a_whole_is_stopped_with_its_error_and_does_not_stop_
     assert IdempotencyKey.objects.stuck().count() == 3
 
 
+def test_work_that_exceeds_a_time_limit_of_the_project_does_not_stop_the_completer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end_session(*args: Any) -> None:
+        raise OperationalError("terminating connection") from TransactionTimeout()
+
+    monkeypatch.setattr(_bulk_work, "_log", end_session)
+    stuck_keys(3)
+    work = begin()
+    assert complete_once() == CompletePass()
+    assert counted(work) == (0, {}, False)
+    assert work.stopped_at is not None
+
+
+def test_a_role_without_the_tables_of_bulk_work_completes_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def deny(*args: Any, **options: Any) -> bool:
+        raise ProgrammingError("permission denied for table idempotency_bulkwork")
+
+    monkeypatch.setattr(_bulk_work, "work_off", deny)
+    assert complete_once() == CompletePass()
+
+
+def test_slow_answers_of_the_project_leave_the_completer_time_for_keys(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"ANSWER_FOR_KEY": lambda key: HttpResponse(str(key.pk))}
+    monkeypatch.setattr(_bulk_work, "CHUNK_SECONDS", -1)
+    keys = stuck_keys(3)
+    keys[0].delete()
+    work = begin("answer", IdempotencyKey.objects.order_by("pk"), answer={"kind": "project"})
+    keys[1].delete()
+    assert len(_bulk_work._prepared(work.pk, "default") or ()) == 1
+    work_off()
+    assert counted(work) == (1, {_bulk_work.CHANGED: 1}, True)
+
+
+def test_an_answer_of_the_project_that_hangs_stops_the_work(settings: Settings) -> None:
+    def hang(key: IdempotencyKey) -> None:
+        (run,) = _watchdog._runs.values()
+        run.mark("shop/answers.py:7")
+
+    settings.IDEMPOTENCY = {"ANSWER_FOR_KEY": hang}
+    stuck_keys(1)
+    work = begin("answer", answer={"kind": "project"})
+    work_off()
+    assert counted(work) == (0, {}, False)
+    assert work.stopped_at is not None
+    assert work.error.endswith("hangs at shop/answers.py:7")
+
+
 def test_the_work_of_a_person_who_was_deleted_goes_on_without_entries_in_the_log() -> None:
     stuck_keys(3)
     work = begin(user_id="999999999")
@@ -246,7 +301,7 @@ CHILD = """
 import os, signal
 import django
 django.setup()
-from idempotency import _bulk_work
+from idempotency import _bulk_work, _watchdog
 _bulk_work.CHUNK_ROWS = 5
 calls, function = [], _bulk_work.{name}
 def counting(*args, **more):
