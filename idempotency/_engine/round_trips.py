@@ -43,6 +43,7 @@ _MAX_LOSSES = 2
 _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)
 #: The attribute of a connection with its prepared statements.
 _PREPARED = "_idempotency_prepared"
+
 #: A statement with numbered parameters, and the types of these.
 _Key = tuple[str, tuple[int, ...]]
 
@@ -72,7 +73,8 @@ class _Prepared:
     names: dict[_Key, bytes] = field(default_factory=dict)
     uses: Counter[_Key] = field(default_factory=Counter)
     losses: int = 0
-    #: The dumpers and loaders of each statement. A cursor of psycopg keeps those of its last one.
+    #: By statement: its dumpers and loaders, which psycopg keeps too if a cursor runs a statement
+    #: again.
     transformers: dict[str, psycopg.abc.Transformer] = field(default_factory=dict)
 
 
@@ -181,7 +183,11 @@ def _run(
 def send(connection: BaseDatabaseWrapper, statements: Sequence[str]) -> tuple[str, ...]:
     """Send statements without parameters in one message; return the values of SHOW."""
     own: psycopg.Connection[Any] = connection.connection
-    with noted_in_log(connection, statements), connection.wrap_database_errors, own.lock:
+    with (
+        noted_in_log(connection, statements),
+        connection.wrap_database_errors,
+        own.lock,
+    ):
         own.pgconn.send_query("; ".join(statements).encode())
         results = own.wait(generators.execute(own.pgconn))
         result = results[-1]
