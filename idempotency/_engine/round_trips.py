@@ -73,9 +73,6 @@ class _Prepared:
     names: dict[_Key, bytes] = field(default_factory=dict)
     uses: Counter[_Key] = field(default_factory=Counter)
     losses: int = 0
-    #: By statement: its dumpers and loaders, which psycopg keeps too if a cursor runs a statement
-    #: again.
-    transformers: dict[str, psycopg.abc.Transformer] = field(default_factory=dict)
 
 
 def can_be_merged(connection: BaseDatabaseWrapper) -> bool:
@@ -143,8 +140,7 @@ def _run(
 ) -> Result:
     server, prepared = own.pgconn, _prepared(own)
     query, names = numbered(text)
-    # It is kept only after a success, and without the values.
-    transformer = prepared.transformers.pop(query, None) or Transformer(own)
+    transformer = Transformer(own)
     # A partial of libpq's functions would show the values.
     values = Hidden(
         transformer.dump_sequence(
@@ -175,8 +171,6 @@ def _run(
     result = results[index]
     transformer.set_pgresult(result)
     row = transformer.load_row(0, tuple) if result.ntuples else None
-    transformer.set_pgresult(None)
-    prepared.transformers[query] = transformer
     return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
 
 

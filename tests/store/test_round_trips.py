@@ -18,7 +18,7 @@ from pytest_django import Settings
 
 from benchmarks import views as bench
 from benchmarks.counts import create_table
-from idempotency._engine import round_trips, rows, transactions
+from idempotency._engine import round_trips, transactions
 from idempotency._engine.transactions import durable_transaction
 from idempotency._hidden import Hidden
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -251,26 +251,6 @@ def test_a_rollback_of_a_message_does_not_drop_the_prepared_statements(
     assert sender.send(key="last").status_code == 201
     prepared = vars(connection.connection)["_idempotency_prepared"]
     assert (bool(prepared.names), prepared.losses) == (True, 0)
-
-
-def test_the_loaders_that_a_connection_keeps_have_no_values_and_read_each_time_zone(
-    serve: Serve, sender: Sender
-) -> None:
-    serve(view=plain(Counted()))
-    sender.send()
-    key = IdempotencyKey.objects.get()
-
-    def finished_at() -> Any:
-        read = rows.read(key.pk, using="default")
-        return read.finished_at if read is not None else None
-
-    assert finished_at() == key.finished_at
-    with connection.cursor() as cursor:
-        cursor.execute("SET TIME ZONE 'Asia/Tokyo'")
-    assert finished_at() == key.finished_at
-    kept = vars(connection.connection)["_idempotency_prepared"].transformers
-    assert len(kept) >= 3
-    assert [each.pgresult for each in kept.values() if each.pgresult is not None] == []
 
 
 def test_a_pass_of_the_enqueuer_whose_statements_are_lost_succeeds() -> None:
