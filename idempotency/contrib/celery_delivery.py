@@ -100,3 +100,12 @@ def unavailable(connection: Any, error: Exception) -> BrokerUnavailable:
     return BrokerUnavailable(
         f"Celery's broker {connection.as_uri()} takes no jobs at the moment: {error}"
     )
+
+
+def too_large(connection: Any, error: Exception) -> ValueError:
+    """Return the exception for a job at which the broker closes each connection."""
+    return ValueError(
+        f"Celery's broker {connection.as_uri()} closed the connection when it got this job. If the"
+        " job is larger than a limit of the broker, stage less data or raise the limit. The error:"
+        f" {error}"
+    )

@@ -1,7 +1,7 @@
 """Staged jobs for RabbitMQ without Celery, through pika: a backend, and the callback of a consumer.
 
 A message is persistent, and the broker confirms it. Its ``message_id`` is the id of the job, and
-its body is the JSON object ``{"job_name": ..., "job_args": ..., "using": ...}``.
+its body is a JSON object with ``job_name``, ``job_args``, ``using`` and ``trace``.
 """
 
 import json
@@ -24,7 +24,7 @@ from idempotency._async import in_own_context
 from idempotency._hidden import Hidden
 from idempotency._job_run import job_run
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
-from idempotency.jobs import call_job, shard_of
+from idempotency.jobs import call_job, shard_of, trace_of
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -68,7 +68,8 @@ class RabbitMQBackend(OneByOne):
         """
         body = Hidden(
             json.dumps(
-                {"job_name": job.job_name, "job_args": job.job_args, "using": shard_of(job)}
+                {"job_name": job.job_name, "job_args": job.job_args}
+                | {"using": shard_of(job), "trace": trace_of(job)}
             ).encode()
         )
         properties = pika.BasicProperties(
@@ -160,7 +161,7 @@ def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
     try:
         job = Hidden(json.loads(content.value))
         name, using = job.value["job_name"], job.value["using"]
-        with job_run(name, properties.message_id, using) as first:
+        with job_run(name, properties.message_id, using, job.value["trace"]) as first:
             if first:
                 call_job(name, job.value["job_args"], using=using)
     except (Exception, CancelledError):

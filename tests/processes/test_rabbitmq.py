@@ -97,7 +97,8 @@ def test_a_job_takes_effect_once(queue: Callable[..., Any]) -> None:
     assert enqueue_once() == EnqueuePass(handed_over=1)
     ((method, properties, body),) = received(channel, name)
     assert (properties.message_id, properties.delivery_mode) == (str(job.pk), 2)
-    assert json.loads(body) == {"job_name": JOB, "job_args": {"name": "once"}, "using": "default"}
+    told = {"using": "default", "trace": None}
+    assert json.loads(body) == {"job_name": JOB, "job_args": {"name": "once"}} | told
     on_message(_Deaf(), method, properties, body)
     assert Entry.objects.count() == 1
     StagedJob.objects.update(run_at=ago(seconds=1))
