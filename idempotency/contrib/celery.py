@@ -24,13 +24,7 @@ from idempotency._job_run import RETRIED, is_uncounted, job_run
 from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text
 from idempotency.backends import OneByOne
-from idempotency.contrib.celery_delivery import (
-    Broker,
-    OnceRequest,
-    too_large,
-    unavailable,
-    was_cut,
-)
+from idempotency.contrib.celery_delivery import Broker, OnceRequest, unavailable, was_cut
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
 from idempotency.jobs import call_job, refuse_generator, refuse_module, shard_of, trace_of
 from idempotency.models import StagedJob
@@ -254,7 +248,7 @@ class CeleryBackend(OneByOne):
                     return self.hand_over_one(queue, job)
                 # Raises BrokerUnavailable if the broker also refuses a new connection.
                 self._broker.producer(self.app)
-                raise too_large(producer.connection, error) from error
+                raise self._broker.too_large(producer, error) from error
             raise unavailable(producer.connection, error) from error
         except LostConnection:
             # The message of this job may be the cause, unless the broker also refuses a new

@@ -57,6 +57,14 @@ class Broker:
             self._thread.producer = app.amqp.Producer(connection, auto_declare=False)
         return self._thread.producer
 
+    def too_large(self, producer: Any, error: Exception) -> ValueError:
+        """Return the exception for a job at which the broker closes each connection."""
+        return ValueError(
+            f"Celery's broker {producer.connection.as_uri()} closed the connection when it got this"
+            " job. If the job is larger than a limit of the broker, stage less data or raise the"
+            f" limit. The error: {error}"
+        )
+
     def disconnect(self) -> None:
         """Close this thread's connection, which may be broken already."""
         with suppress(Exception):
@@ -99,13 +107,4 @@ def unavailable(connection: Any, error: Exception) -> BrokerUnavailable:
     """Return the exception for an error of the broker; as_uri() masks the password."""
     return BrokerUnavailable(
         f"Celery's broker {connection.as_uri()} takes no jobs at the moment: {error}"
-    )
-
-
-def too_large(connection: Any, error: Exception) -> ValueError:
-    """Return the exception for a job at which the broker closes each connection."""
-    return ValueError(
-        f"Celery's broker {connection.as_uri()} closed the connection when it got this job. If the"
-        " job is larger than a limit of the broker, stage less data or raise the limit. The error:"
-        f" {error}"
     )
