@@ -56,11 +56,12 @@ AS_PRINTED = [
     "traces.md",
 ]
 #: ... and those that need a service, or another package. ``make examples`` follows the guide to
-#: GraphQL and agents.
+#: GraphQL and agents; test_rabbitmq.py runs the consumer of the guide to RabbitMQ.
 WITH_MORE = [
     "call-from-a-client.md",
     "choose-a-queue.md",
     "graphql-and-agents.md",
+    "hand-jobs-to-rabbitmq.md",
     "move-from-django-idempotency-key.md",
     "use-a-pooler.md",
 ]
