@@ -1,5 +1,6 @@
 """The spans of requests, operations, the completer, the enqueuer and jobs, in one process."""
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,6 +58,8 @@ def test_a_plain_request(spans: Spans, sender: Sender, serve: Callable[..., None
     assert key.traceparent == traceparent(request)
     scope_hash = attributes(request).pop("scope_hash")
     assert len(scope_hash) == 12
+    scope = IdempotencyKey.objects.get().scope
+    assert scope_hash not in hashlib.sha256(scope.encode()).hexdigest()
     assert attributes(request) == {
         "kind": "view",
         "outcome": "ran",

@@ -3,7 +3,6 @@
 The text of an exception may quote what a client has sent, so a span gets the type alone.
 """
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from functools import wraps
 from types import MappingProxyType, TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
+from django.utils.crypto import salted_hmac
 from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, StatusCode, TracerProvider
@@ -119,11 +119,10 @@ class Span:
         """Set the attributes of a key. A deferred field is left out, because it would be read."""
         known = vars(key)
         scope = known.get("scope")
-        hashed = hashlib.sha256(scope.encode()).hexdigest()[:12] if scope else None
         self.set(
             {
                 "key.id": known.get("id"),
-                "scope_hash": hashed,
+                "scope_hash": _keyed_hash(scope) if scope else None,
                 "recovery_point": known.get("recovery_point"),
                 "attempt": known.get("attempts"),
             }
@@ -220,6 +219,11 @@ def same_trace(value: str) -> bool:
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: value for name, value in attributes.items() if value not in (None, "")}
     return {f"idempotency.{name}": value for name, value in known.items()}
+
+
+def _keyed_hash(scope: str) -> str:
+    # Without the SECRET_KEY, a scope such as "user:7" could be guessed.
+    return salted_hmac(__name__, scope, algorithm="sha256").hexdigest()[:12]
 
 
 def _context_of(value: str, former: Context) -> Context:
