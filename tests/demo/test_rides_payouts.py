@@ -105,7 +105,7 @@ def test_a_stored_failure_without_a_transfer_needs_a_person(flown, sandbox, caps
 
     key = IdempotencyKey.objects.stuck().get()
     assert (key.stuck_code, "lists no transfer" in key.stuck_reason) == (
-        StuckCode.VIEW_GAVE_UP,
+        StuckCode.ANSWER_REQUIRED,
         True,
     )
     assert len(made(sandbox)) == 2

@@ -245,7 +245,7 @@ def test_the_numbers_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
         traffic.count_request(outcome=RequestOutcome.RAN, seconds=seconds)
     traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
     traffic.write()
-    monkeypatch.setattr(time, "time", lambda: begin + 3601)
+    monkeypatch.setattr(time, "time", lambda: begin + 3720)
     hour, now = traffic.read_intervals("default", intervals=2, minutes=60)
     assert (hour.begin.timestamp(), hour.requests, hour.replays) == (
         begin,
