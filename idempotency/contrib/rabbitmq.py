@@ -94,7 +94,7 @@ class RabbitMQBackend(OneByOne):
             if was_connected:  # The connection may have been lost before this job.
                 return self.hand_over_one(queue, job)
             raise BrokerUnavailable(
-                f"RabbitMQ takes no jobs at the moment: {error or type(error).__name__}"
+                f"RabbitMQ takes no jobs at the moment: {str(error) or type(error).__name__}"
             ) from error
 
     def _publish(self, queue: str, body: Hidden[bytes], properties: Any) -> None:
