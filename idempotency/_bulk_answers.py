@@ -63,8 +63,8 @@ def prepare(
     deleted: str,
     mark_hung: Callable[[str], object],
 ) -> dict[str, StoredResponse | str]:
-    """Return what to store for the first rows, for which ``seconds`` suffice, or the reason why a
-    row gets no answer, by the id of its key. For a deleted key that is ``deleted``. Code of the
+    """Prepare rows in order until ``seconds`` have passed. Return by key id what to store, or the
+    reason why the key gets no answer; the reason for a deleted key is ``deleted``. Code of the
     project runs, so call this outside any transaction. If the code hangs in a loop, its watchdog
     calls ``mark_hung``."""
     keys = IdempotencyKey.objects.using(alias).in_bulk([int(row.row) for row in rows])

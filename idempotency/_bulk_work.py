@@ -2,7 +2,7 @@
 
 ``begin`` stores the work with its rows. ``work_off`` processes the rows in chunks. A chunk is one
 transaction: it locks its work, changes rows, writes the log of the admin, deletes the rows from the
-work, and counts them. If the process dies, the database rolls the chunk back. Others skip the work.
+work, and counts them. If the process dies, its chunk is rolled back. Other processes skip the work.
 """
 
 import logging

@@ -152,7 +152,7 @@ def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
     ``channel.basic_consume``, without ``auto_ack``.
 
     On return the effects of the job are committed. If the job raises, they are rolled back, the
-    error is logged, and the message is rejected, which a dead letter exchange of the queue gets.
+    error is logged, and the message is rejected. A dead letter exchange of the queue then gets it.
     The enqueuer hands the job over again. A message that is not of RabbitMQBackend is rejected too.
     """
     close_old_connections()
