@@ -161,7 +161,7 @@ def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
     try:
         job = Hidden(json.loads(content.value))
         name, using = job.value["job_name"], job.value["using"]
-        with job_run(name, properties.message_id, using, job.value["trace"]) as first:
+        with job_run(name, properties.message_id, using, job.value.get("trace")) as first:
             if first:
                 call_job(name, job.value["job_args"], using=using)
     except (Exception, CancelledError):

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import (
     SpanExportResult,
 )
 
-from idempotency.contrib.opentelemetry import instrument, uninstrument
+from idempotency.contrib.opentelemetry import _spans, instrument, uninstrument
 from idempotency.models import IdempotencyKey
 from tests.kit.serving import Sender
 from tests.kit.views import create, plain, two_phases
@@ -91,3 +91,20 @@ def test_a_failure_of_the_tracer_changes_nothing(
         assert replay["Idempotent-Replayed"] == "true"
     assert Entry.objects.count() == 3
     assert IdempotencyKey.objects.finished().count() == 2
+
+
+def cannot_hash(scope: str) -> str:
+    raise RuntimeError("hash")
+
+
+def test_a_failure_at_the_attributes_of_a_key_changes_nothing(
+    serve: Callable[..., None], sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_spans, "_keyed_hash", cannot_hash)
+    instrument(tracer_provider=TracerProvider())
+    try:
+        serve(view=two_phases(lambda request: None, create))
+        assert sender.send().status_code == 201
+    finally:
+        uninstrument()
+    assert IdempotencyKey.objects.get().attempts == 1

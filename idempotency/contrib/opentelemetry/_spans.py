@@ -28,8 +28,10 @@ Result = TypeVar("Result")
 
 _W3C = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("idempotency", __version__)
-#: The names of the functions whose failure was logged.
-_failed: set[str] = set()
+#: The functions whose failure was logged, with the class of the exception.
+_failed: set[tuple[str, type[Exception]]] = set()
+#: The modules of the exceptions of a job's time limit, which may be raised at any place.
+_TIME_LIMITS = ("rq.timeouts", "billiard.exceptions")
 
 
 def set_provider(provider: TracerProvider | None) -> None:
@@ -39,15 +41,18 @@ def set_provider(provider: TracerProvider | None) -> None:
 
 
 def harmless(function: Callable[Given, Result]) -> Callable[Given, Result | None]:
-    """Let the function return None if the tracer raises an exception. The first one is logged."""
+    """Let the function return None if the tracer raises an exception. The first one of each class
+    is logged."""
 
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result | None:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if function.__qualname__ not in _failed:
-                _failed.add(function.__qualname__)
+            if type(error).__module__ in _TIME_LIMITS:
+                raise
+            if (cause := (function.__qualname__, type(error))) not in _failed:
+                _failed.add(cause)
                 text = "the tracer failed, and the work continues without it: %s"
                 logger.warning(text, type(error).__name__)
             return None
@@ -115,8 +120,11 @@ class Span:
         """Set the attributes that have a value."""
         self.value.set_attributes(_named(attributes))
 
+    @harmless
     def set_key(self, key: IdempotencyKey) -> None:
         """Set the attributes of a key. A deferred field is left out, because it would be read."""
+        if not self.value.is_recording():
+            return
         known = vars(key)
         scope = known.get("scope")
         self.set(
@@ -178,6 +186,7 @@ class RunSpan(Span):
         self._end(error, failed=failed)
 
 
+@harmless
 def link_to_key(key: IdempotencyKey) -> None:
     """Link the current run to the trace of the request that has inserted the key, once."""
     run, traceparent = _run.get(), vars(key).get("traceparent")

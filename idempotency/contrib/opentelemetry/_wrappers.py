@@ -16,6 +16,7 @@ from idempotency import (
     backends,
     completer,
     enqueuer,
+    interventions,
     operations,
     signals,
 )
@@ -192,16 +193,22 @@ def _signal(original: _Function) -> _Function:
     """Set the attributes that signals have. ``emit_committed`` may send its signal later."""
 
     def emit(signal: Any, key: Any, request: Any, **more: Any) -> None:
-        if (run := current_run()) is not None:
-            if key is not None:
-                run.span.set_key(key)
-            run.span.set({"code": more.get("code")})
-            if signal is signals.request_answered:
-                run.failed = more["outcome"] is RequestOutcome.FAILED
-                run.span.set({"outcome": str(more["outcome"])})
+        _note_signal(signal, key, **more)
         original(signal, key, request, **more)
 
     return emit
+
+
+@harmless
+def _note_signal(signal: Any, key: Any, **more: Any) -> None:
+    if (run := current_run()) is None:
+        return
+    if key is not None:
+        run.span.set_key(key)
+    run.span.set({"code": more.get("code")})
+    if signal is signals.request_answered:
+        run.failed = more["outcome"] is RequestOutcome.FAILED
+        run.span.set({"outcome": str(more["outcome"])})
 
 
 def _complete(original: _Function) -> _Function:
@@ -244,6 +251,7 @@ _WRAPPERS: list[tuple[Any, str, Callable[[_Function], _Function]]] = [
     (events, "emit_committed", _signal),
     (_key_completion, "complete_by_id", _complete),
     (completer, "complete_by_id", _complete),
+    (interventions, "complete_by_id", _complete),
     (_abandonment, "_run", _abandon),
     (enqueuer, "_hand_over", _jobs.enqueue),
     (backends.OneByOne, "_hand_over", _jobs.hand_over_one),
