@@ -94,8 +94,9 @@ def test_the_acknowledgement_of_many_keys_is_undone() -> None:
 def test_jobs_are_retried_and_discarded_but_not_those_that_failed_since_or_that_run() -> None:
     jobs = [StagedJobFactory(failed_at=ago(minutes=1)) for _ in range(4)]
     work = begin("discard", StagedJob.objects.filter(pk__in=[job.pk for job in jobs]))
-    # Not in the same millisecond, which is the precision of SQLite.
-    StagedJob.objects.filter(pk=jobs[0].pk).update(failed_at=ago(seconds=-1))
+    # The times of SQLite have milliseconds.
+    BulkWork.objects.filter(pk=work.pk).update(created_at=ago(seconds=1))
+    StagedJob.objects.filter(pk=jobs[0].pk).update(failed_at=Now())
     StagedJob.objects.filter(pk=jobs[1].pk).update(failed_at=None)
     work_off()
     assert counted(work) == (2, {_bulk_work.JOB_CHANGED: 2}, True)
