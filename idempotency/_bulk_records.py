@@ -6,6 +6,10 @@ from django.db import models
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
+from idempotency import conf
+
+conf.require_app()
+
 
 class BulkWork(models.Model):
     """An action of a person on many keys or jobs. Completers do it, and count the changed rows."""

@@ -5,16 +5,15 @@ import os
 import time
 import uuid
 
-from django.apps import apps
-from django.core.exceptions import ImproperlyConfigured
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
-if not apps.is_installed("idempotency"):
-    raise ImproperlyConfigured("Add 'idempotency' to INSTALLED_APPS, and run manage.py migrate.")
+from idempotency import conf
+
+conf.require_app()
 
 #: The name of staged jobs that call an operation. Their arguments name it.
 STAGED_OPERATION = "idempotency.operations.run_staged"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from django.apps import apps
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
@@ -263,3 +264,11 @@ def _forget(*, setting: str, **kwargs: object) -> None:
 
 
 setting_changed.connect(_forget)
+
+
+def require_app() -> None:
+    """Raise ImproperlyConfigured if a table is defined without the app in ``INSTALLED_APPS``."""
+    if not apps.is_installed("idempotency"):
+        raise ImproperlyConfigured(
+            "Add 'idempotency' to INSTALLED_APPS, and run manage.py migrate."
+        )

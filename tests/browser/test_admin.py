@@ -351,7 +351,7 @@ def test_the_keyboard_reaches_the_cure_within_ten_tabs(
     visitor.go(f"{KEYS}{stuck['id']}/change/")
     assert visitor.tabs_to("a.button.default", at_most=10)
     visitor.page.keyboard.press("Enter")
-    expect(visitor.page.get_by_role("button", name="Complete now")).to_be_visible()
+    expect(visitor.page.get_by_role("button", name="Preview")).to_be_visible()
 
 
 def test_the_key_is_copied_at_a_press(stuck: dict[str, Any], visitor: Visitor) -> None:

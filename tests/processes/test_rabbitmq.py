@@ -208,7 +208,8 @@ def frozen(server: RabbitMQ) -> None:
 def test_a_broker_that_does_not_answer_burns_no_attempt(
     trouble: Callable[[RabbitMQ], None], queue: Callable[..., Any], server: RabbitMQ
 ) -> None:
-    _, name = queue()
+    # RabbitMQ 3.10 elects no leader for a new quorum queue after a kill.
+    _, name = queue(**{"x-queue-type": "classic"})
     StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "first"})
     assert enqueue_once().handed_over == 1
     StagedJobFactory(job_name=JOB, queue=name, job_args={"name": "later"})
@@ -221,12 +222,8 @@ def test_a_broker_that_does_not_answer_burns_no_attempt(
         server.start()
     assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
 
-    def is_handed_over() -> bool:
-        with suppress(BrokerUnavailable):  # The queue has no leader yet.
-            return enqueue_once().handed_over == 1
-        return False
-
-    eventually(is_handed_over, 60)
+    assert enqueue_once().handed_over >= 1
+    assert StagedJob.objects.get(job_args__name="later").hand_overs == 1
 
 
 class Killed:
