@@ -42,7 +42,7 @@ class BulkWork(models.Model):
         _("stopped at"),
         null=True,
         blank=True,
-        help_text=_("Time at which a person or an error stopped it. Null: it continues."),
+        help_text=_("Time at which a person or an error stopped it. Null: it is not stopped."),
     )
     finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
     error = models.TextField(

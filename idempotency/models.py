@@ -167,7 +167,7 @@ class IdempotencyKey(models.Model):
         _("call begun at"),
         null=True,
         blank=True,
-        help_text=_("Time at which the last key.call() began."),
+        help_text=_("Time at which the last key.call() began, or ended with call.retryable()."),
     )
     claim_token = models.UUIDField(
         _("claim token"),

@@ -119,7 +119,7 @@ class Calls:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
         if call.may_be_repeated and not call.recorded:
-            _write_through_outage(_intent(row, using=using).delete, using=using)
+            _write_through_outage(partial(_delete_intent, row, using=using), using=using)
             self._unsettled[name] = CallNotRecorded()
             self._ended.discard(name)
             return
@@ -185,6 +185,15 @@ def _intent(row: DownstreamCall, *, using: str) -> QuerySet[DownstreamCall]:
     return DownstreamCall.objects.using(using).filter(
         pk=row.pk, token=row.token, recorded_at__isnull=True
     )
+
+
+def _delete_intent(row: DownstreamCall, *, using: str) -> None:
+    """Delete the intent of a call that took no effect. If the run has lost its lock, an operator may
+    be looking at the key: its time of the last call shows the change."""
+    intent = _intent(row, using=using)
+    keys = IdempotencyKey.objects.using(using).filter(pk__in=intent.values("key"))
+    keys.update(call_begun_at=Now())
+    intent.delete()
 
 
 def _write_outcome(

@@ -92,7 +92,8 @@ class Answer(KeyAction):
     changed = (*KeyAction.changed, "call_begun_at")
 
     def chosen(self, rows: Any, at: Any) -> Any:
-        """Leave out keys of which a call was begun or recorded since ``at`` too."""
+        """Leave out keys of which a call was begun, recorded or reported as without effect since
+        ``at`` too."""
         calls = DownstreamCall.objects.filter(key=OuterRef("pk"))
         since = calls.filter(Q(started_at__gt=at) | Q(recorded_at__gt=at))
         return super().chosen(rows, at).filter(~Exists(since)) if at else rows.none()

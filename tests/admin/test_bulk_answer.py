@@ -16,10 +16,13 @@ from django.test import Client
 from idempotency import _bulk_answers, _bulk_work
 from idempotency._operations.definition import METHOD
 from idempotency.models import BulkWork, DownstreamCall, IdempotencyKey
+from idempotency.phases import AtMostOnceCall
 from idempotency.signals import key_finished
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.admin import KEYS, person
 from tests.kit.ageing import ago, lock_end
+from tests.kit.serving import Sender
+from tests.kit.views import texting
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -201,6 +204,26 @@ def test_a_key_whose_call_is_recorded_after_the_question_is_left_alone() -> None
     work = BulkWork.objects.get()
     assert (work.done, work.unchanged) == (0, {_bulk_work.CHANGED: 3, _bulk_work.RUNNING: 1})
     assert not IdempotencyKey.objects.finished().exists()
+
+
+def test_a_key_whose_call_ends_without_effect_after_the_question_is_left_alone(
+    serve: Any, sender: Sender, settings: Any
+) -> None:
+    """The run has lost its lock, and only then learns that its call took no effect."""
+    client, urls, asked = person(), settings.ROOT_URLCONF, []
+
+    def block(call: AtMostOnceCall) -> None:
+        stuck = {"stuck_at": ago(minutes=1), "stuck_code": "hung", "stuck_reason": "Look."}
+        IdempotencyKey.objects.update(locked_until=None, **stuck)
+        settings.ROOT_URLCONF = urls
+        asked.append(confirm(client)[1])
+        call.retryable()
+
+    serve(view=texting(block))
+    sender.send()
+    assert not DownstreamCall.objects.exists()
+    assert client.post(ANSWER, asked[0]).status_code == 302
+    assert BulkWork.objects.get().unchanged == {_bulk_work.CHANGED: 1}
 
 
 def test_who_may_not_view_bodies_sees_none_in_the_preview() -> None:
