@@ -21,6 +21,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency.admin import charts, error_groups, traffic
+from idempotency.admin.bulk_keys import KeyAction
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.bulk_works import works_of
 from idempotency.admin.charts import Line
@@ -275,23 +276,24 @@ def _link(url: str, **chosen: str) -> str:
     return f"{url}?{urlencode(chosen)}"
 
 
-def _actions(request: HttpRequest, rows: Any) -> list[tuple[str | Promise, str]]:
-    """Return the actions that the person may use on all rows of a group: the label, and the URL of
-    the confirmation. The template adds the filters of the group to the URL. An admin that is not of
-    this app has no actions."""
+def _actions(request: HttpRequest, rows: Any, state: str = "") -> list[tuple[str | Promise, str]]:
+    """Return the actions that the person may use on all rows of a group, whose keys have ``state``:
+    the label, and the URL of the confirmation. The template adds the filters of the group to the
+    URL. An admin that is not of this app has no actions."""
     name = f"{rows.admin_site.name}:idempotency_{rows.opts.model_name}_bulk"
     actions = rows.bulk if isinstance(rows, BulkAdmin) else ()
     return [
         (action.label, reverse(name, args=(action.name,)))
         for action in actions
         if rows.holds(request, action.permission)
+        and (not isinstance(action, KeyAction) or state in action.states)
     ]
 
 
 def _key_actions(request: HttpRequest, keys: Any) -> list[tuple[str | Promise, str]]:
     """Return the actions on a group of keys, behind the link to the page of its first key."""
     one_by_one = reverse(f"{keys.admin_site.name}:idempotency_next")
-    return [(_("One by one"), one_by_one), *_actions(request, keys)]
+    return [(_("One by one"), one_by_one), *_actions(request, keys, KeyState.STUCK)]
 
 
 def _list_url(rows: Any) -> str:
