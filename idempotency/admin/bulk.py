@@ -123,9 +123,10 @@ class Confirmation:
 
 
 def report(work: BulkWork, action: BulkAction) -> str:
-    """Return the number of changed rows, and the numbers of unchanged rows by reason."""
+    """Return the number of changed rows, and the reasons for unchanged rows, each with its
+    number."""
     unchanged = [(why, count) for why, count in work.unchanged.items() if count > 0]
-    reasons = [f"{Grouped(count)} {gettext(why)}" for why, count in unchanged]
+    reasons = [f"{gettext(why)} ({Grouped(count)})" for why, count in unchanged]
     done = str(action.done % {"count": Grouped(work.done)})
     if not reasons:
         return done
