@@ -188,8 +188,8 @@ def _intent(row: DownstreamCall, *, using: str) -> QuerySet[DownstreamCall]:
 
 
 def _delete_intent(row: DownstreamCall, *, using: str) -> None:
-    """Delete the intent of a call that took no effect. If the run has lost its lock, an operator may
-    be looking at the key: its time of the last call shows the change."""
+    """Delete the intent of a call that took no effect. If the run has lost its lock, an operator
+    may be looking at the key: the time of the last call shows the change."""
     intent = _intent(row, using=using)
     keys = IdempotencyKey.objects.using(using).filter(pk__in=intent.values("key"))
     keys.update(call_begun_at=Now())
