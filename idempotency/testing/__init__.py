@@ -7,9 +7,10 @@ place and it is run again.
 
     @pytest.mark.django_db(transaction=True)
     def test_a_booking_survives(client, monkeypatch):
-        monkeypatch.setattr("shop.views.charge_card", Downstream("bank", {"id": "ch_1"},
-        key="idempotency_key")) assert_survives(lambda key: client.post("/bookings", {"seats": 2},
-        headers={"Idempotency-Key": key}))
+        bank = Downstream("bank", {"id": "ch_1"}, key="idempotency_key")
+        monkeypatch.setattr("shop.views.charge_card", bank)
+        assert_survives(lambda key: client.post(
+            "/bookings", {"seats": 2}, headers={"Idempotency-Key": key}))
 
 See ``docs/how-to/test-your-views.md``.
 """
