@@ -77,15 +77,36 @@ class Counting:
         self._count("stuck", (key.stuck_code if key is not None else "") or "unknown")
 
 
+#: The gauges, with their descriptions.
+GAUGES = {
+    "database_up": "Whether the database of the keys answered this scrape.",
+    "unfinished_keys": "Keys without a response, stuck ones included, refused ones not.",
+    "stuck_keys": (
+        "Stuck keys, by stuck code. Those with refused_when_rebuilt wait for their clients."
+    ),
+    "oldest_unfinished_seconds": (
+        "Age of the oldest unfinished key that is not marked as stuck, or is stuck with"
+        " unknown_recovery_point, operation_missing or arguments_changed."
+    ),
+    "due_jobs": "Staged jobs that are due.",
+    "failed_jobs": "Staged jobs that have failed.",
+    "oldest_job_seconds": "How long the oldest staged job has been due.",
+    "process_lag_seconds": "Age of the youngest heartbeat of the loops of this name.",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Gauge:
     """A gauge with its values by the value of its label; the only value of a gauge without a label
     has an empty one."""
 
     name: str
-    text: str
     values: Mapping[str, float]
     label: str = ""
+
+    @property
+    def text(self) -> str:
+        return GAUGES[self.name]
 
 
 def database_gauges(using: str | None) -> Iterator[Gauge]:
@@ -101,40 +122,21 @@ def database_gauges(using: str | None) -> Iterator[Gauge]:
     finally:
         if opened_here and not connections[alias].in_atomic_block:
             connections[alias].close()
-    yield _gauge("database_up", "Whether the database of the keys answered this scrape.", up)
+    yield _gauge("database_up", up)
     yield from gauges
 
 
 def _gauges(using: str) -> Iterator[Gauge]:
     keys = measures.unfinished_keys(IdempotencyKey.objects.using(using))
     jobs = measures.staged_jobs(StagedJob.objects.using(using))
-    yield _gauge(
-        "unfinished_keys",
-        "Keys without a response, stuck ones included, refused ones not.",
-        keys.count,
-    )
-    yield Gauge(
-        "stuck_keys",
-        "Stuck keys, by stuck code. Those with refused_when_rebuilt wait for their clients.",
-        keys.stuck_by_code,
-        "code",
-    )
-    oldest = (
-        "Age of the oldest unfinished key that is not marked as stuck, or is stuck with"
-        " unknown_recovery_point, operation_missing or arguments_changed."
-    )
-    yield _gauge("oldest_unfinished_seconds", oldest, keys.oldest)
-    yield _gauge("due_jobs", "Staged jobs that are due.", jobs.due)
-    yield _gauge("failed_jobs", "Staged jobs that have failed.", jobs.failed_by_name.total())
-    yield _gauge("oldest_job_seconds", "How long the oldest staged job has been due.", jobs.oldest)
-    lags = measures.lags(measures.processes(using))
-    yield Gauge(
-        "process_lag_seconds",
-        "Age of the youngest heartbeat of the loops of this name.",
-        lags,
-        "name",
-    )
+    yield _gauge("unfinished_keys", keys.count)
+    yield Gauge("stuck_keys", keys.stuck_by_code, "code")
+    yield _gauge("oldest_unfinished_seconds", keys.oldest)
+    yield _gauge("due_jobs", jobs.due)
+    yield _gauge("failed_jobs", jobs.failed_by_name.total())
+    yield _gauge("oldest_job_seconds", jobs.oldest)
+    yield Gauge("process_lag_seconds", measures.lags(measures.processes(using)), "name")
 
 
-def _gauge(name: str, text: str, value: float) -> Gauge:
-    return Gauge(name, text, {"": value})
+def _gauge(name: str, value: float) -> Gauge:
+    return Gauge(name, {"": value})

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import shared_task
 from celery._state import _task_stack
+from celery.exceptions import Retry
 from django.conf import settings
 from django.db import OperationalError, transaction
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
@@ -18,13 +20,14 @@ from opentelemetry.trace import StatusCode
 from psycopg.errors import SerializationFailure
 from pytest_django import Settings
 
+from idempotency import _job_run
 from idempotency.completer import complete_key
 from idempotency.contrib.celery import OnceTask
 from idempotency.contrib.rq import run_once
 from idempotency.contrib.tasks import run_staged
 from idempotency.decorators import idempotent
 from idempotency.enqueuer import enqueue_once
-from idempotency.exceptions import KeyReused
+from idempotency.exceptions import InProgress, KeyReused, Unavailable, Unfinished
 from idempotency.jobs import stage_job, trace_of
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.phases import atomic_phase
@@ -33,7 +36,7 @@ from tests.kit.commands import environment
 from tests.kit.jobs import record
 from tests.kit.serving import Sender
 from tests.kit.views import create, phased, plain, two_phases
-from tests.operations import pay
+from tests.operations import note, pay
 from tests.traces.tree import Spans, attributes, linked, named
 
 JOB = "tests.kit.jobs.record"
@@ -165,6 +168,48 @@ def test_operations_have_their_names(spans: Spans, transactional_db: None) -> No
     assert attributes(reused)["code"] == "key_reused"
 
 
+def test_a_signal_that_waits_for_the_outer_commit_changes_no_other_span(
+    spans: Spans, sender: Sender, serve: Callable[..., None]
+) -> None:
+    broken = True
+
+    def second(request: HttpRequest) -> HttpResponseBase:
+        note.once("inner", name="one")
+        if broken:
+            raise ValueError
+        return JsonResponse({})
+
+    serve(view=two_phases(lambda request: None, second))
+    sender.send()
+    (key,) = IdempotencyKey.objects.all()
+    broken = False
+    assert complete_key(key.pk) == "finished"
+    found = spans.take()
+    assert attributes(named(found, "idempotency.complete"))["key.id"] == key.pk
+    inner = [span for span in found if span.name == "tests.note"][-1]
+    assert attributes(inner)["outcome"] == "ran"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InProgress(), StatusCode.UNSET),
+        (Unfinished(), StatusCode.UNSET),
+        (Retry(), StatusCode.UNSET),
+        (Unavailable(), StatusCode.ERROR),
+        (SystemExit(), StatusCode.ERROR),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_job_that_is_to_be_retried_has_no_error(
+    error: BaseException, status: StatusCode, spans: Spans, transactional_db: None
+) -> None:
+    with pytest.raises(type(error)), _job_run.job_run(JOB, str(uuid4()), None):
+        raise error
+    (job,) = spans.take()
+    assert job.status.status_code is status
+
+
 #: The traces in which jobs were handed over.
 handed_over: list[int] = []
 
@@ -249,8 +294,10 @@ def test_a_retry_inside_the_process_is_an_event(
 
     serve(view=phased(work, isolation="serializable"))
     assert sender.send().status_code == 200
-    request = named(spans.take(), "idempotency.request")
+    found = spans.take()
+    request = named(found, "idempotency.request")
     assert [event.name for event in request.events] == ["idempotency.retry"]
+    assert {span.status.status_code for span in found} == {StatusCode.UNSET}
 
 
 def test_an_async_view(spans: Spans, sender: Sender, serve: Callable[..., None]) -> None:

@@ -9,6 +9,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observa
 from idempotency import __version__
 from idempotency.contrib.opentelemetry._spans import harmless
 from idempotency.monitoring.metrics import (
+    GAUGES,
     OUTCOMES_TEXT,
     PHASE_BUCKETS,
     PHASE_SECONDS_TEXT,
@@ -17,11 +18,6 @@ from idempotency.monitoring.metrics import (
     database_gauges,
 )
 
-#: The names of the gauges. The tables are read at a collection, not here.
-_GAUGES = (
-    *("database_up", "unfinished_keys", "stuck_keys", "oldest_unfinished_seconds"),
-    *("due_jobs", "failed_jobs", "oldest_job_seconds", "process_lag_seconds"),
-)
 #: The time for which the gauges of one collection share their queries.
 _SHARED_SECONDS = 1
 
@@ -45,8 +41,9 @@ def counting(provider: MeterProvider | None) -> Counting:
 def observe_database(provider: MeterProvider | None, using: str | None) -> None:
     """Make a gauge of each measurement of the tables."""
     meter, read = _meter(provider), _Reading(using)
-    for name in _GAUGES:
-        meter.create_observable_gauge(f"idempotency_{name}", [_callback(name, read)])
+    for name, text in GAUGES.items():
+        callbacks = [_callback(name, read)]
+        meter.create_observable_gauge(f"idempotency_{name}", callbacks, description=text)
 
 
 def _meter(provider: MeterProvider | None) -> Meter:

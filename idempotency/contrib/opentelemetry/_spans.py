@@ -4,6 +4,7 @@ The text of an exception may quote what a client has sent, so a span gets the ty
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ from functools import wraps
 from types import MappingProxyType, TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
+from django.db import Error
 from django.utils.crypto import salted_hmac
 from opentelemetry import context, trace
 from opentelemetry.context import Context
@@ -19,6 +21,9 @@ from opentelemetry.trace import Link, SpanContext, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from idempotency import __version__
+from idempotency._async import FAILURES
+from idempotency._engine.errors import serialization_failed
+from idempotency.exceptions import InProgress, MessageInProgress, Rejected, Unfinished
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -30,6 +35,13 @@ _W3C = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("idempotency", __version__)
 #: The functions whose failure was logged, with the class of the exception.
 _failed: set[tuple[str, type[Exception]]] = set()
+#: The exceptions that ask for a retry or are an outcome of the work. They are no errors of a span.
+_EXPECTED = (InProgress, MessageInProgress, Rejected, Unfinished)
+#: The same of the queues, whose modules may not be in use.
+_EXPECTED_OF_QUEUES = {
+    "celery.exceptions": "TaskPredicate",
+    "idempotency.contrib.rq": "_AskedToComeBack",
+}
 #: The modules of the exceptions of a job's time limit, which may be raised at any place.
 _TIME_LIMITS = ("rq.timeouts", "billiard.exceptions")
 
@@ -88,7 +100,7 @@ class Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._end(error, failed=isinstance(error, Exception))
+        self._end(error)
 
     @harmless
     def _begin(self) -> None:
@@ -104,8 +116,9 @@ class Span:
         context.attach(trace.set_span_in_context(self.value, parent))
 
     @harmless
-    def _end(self, error: BaseException | None, *, failed: bool) -> None:
+    def _end(self, error: BaseException | None, *, failed: bool | None = None) -> None:
         try:
+            failed = _is_failure(error) if failed is None else failed
             if failed:
                 self.value.set_status(StatusCode.ERROR)
             if failed and error is not None:
@@ -182,8 +195,7 @@ class RunSpan(Span):
         run = self.run
         _run.set(self._outer)
         self.set({"waited_seconds": round(run.waited, 3) or None})
-        failed = isinstance(error, Exception) if run.failed is None else run.failed
-        self._end(error, failed=failed)
+        self._end(error, failed=run.failed)
 
 
 @harmless
@@ -223,6 +235,21 @@ def same_trace(value: str) -> bool:
     """Return whether the running code belongs to the trace of a traceparent."""
     found, here = _linked(value), trace.get_current_span().get_span_context()
     return found is not None and found.trace_id == here.trace_id
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Return whether the exception is an error of a span. A serialization failure is repeated in
+    the process. If each attempt has one, the span of the run has the error."""
+    loaded = [
+        vars(sys.modules[module]).get(name, ())
+        for module, name in _EXPECTED_OF_QUEUES.items()
+        if module in sys.modules
+    ]
+    return (
+        isinstance(error, FAILURES)
+        and not isinstance(error, (*_EXPECTED, *loaded))
+        and not (isinstance(error, Error) and serialization_failed(error))
+    )
 
 
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
