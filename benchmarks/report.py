@@ -128,6 +128,10 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _targets(results),
         "## Operations and workflows\n",
         _workflows(part(results, "workflows")),
+        "## Ratios between systems\n",
+        _between_systems(in_process),
+        "## Responses of the peers over HTTP\n",
+        _rates(over_http, in_process, of_peers=True),
         "## Processor time\n",
         _processor(in_process),
         "## Statements, commits and WAL\n",
@@ -285,24 +289,24 @@ def _in_process(figures: dict[str, Any]) -> str:
             "Three of the peers need Django REST Framework. A bare view on it has a ratio of"
             f" {min(frameworks):.2f} to {max(frameworks):.2f}."
         )
-    if beside := figures.get("beside"):
-        text += "\n" + prose(
-            "The cost of a statement relative to a COMMIT differs between machines. A ratio between"
-            " two systems differs less:"
-        )
-        text += "\n" + table(
-            ["", "ratio"],
-            [
-                [
-                    (f"our {name}" if "over idemkit" in name else name).replace(
-                        " over ", " relative to "
-                    ),
-                    f"{ratio:.2f}",
-                ]
-                for name, ratio in beside.items()
-            ],
-        )
     return text
+
+
+def _between_systems(figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        return not_measured(figures)
+    rows = [
+        [
+            (f"our {name}" if "over idemkit" in name else name).replace(" over ", " relative to "),
+            f"{ratio:.2f}",
+        ]
+        for name, ratio in figures.get("beside", {}).items()
+    ]
+    text = prose(
+        "The cost of a statement relative to a COMMIT differs between machines. A ratio between two"
+        " systems differs less:"
+    )
+    return text + "\n" + table(["", "ratio"], rows)
 
 
 def _processor(figures: dict[str, Any]) -> str:
@@ -388,14 +392,35 @@ def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
 def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
     if "error" in figures or "error" in in_process:
         return not_measured(figures if "error" in figures else in_process)
-    counts = list(figures["ours"]["clients"])
     text = prose(
         "The figures are responses (2xx) a second. The ratio to the bare view in the same rounds"
         f" is in brackets. The server is {figures['server']}."
     )
-    text += "\n"
+    text += "\n" + _rates(figures, in_process, of_peers=False)
+    text += f"\n![Answers a second](../images/{CHART_HTTP.name})\n"
+    one, ride = figures["ours"]["one_key"], figures["ours"]["serializable"]
+    (first, of_first), (last, of_last), *_ = (
+        (name, number) for name, number in one.items() if name.isdigit()
+    )
+    text += "\n" + prose(
+        f"Replays of one key write nothing and take no lock: {of_first:,} a second with {first}"
+        f" client, {of_last:,} with {last}. The ride under SERIALIZABLE with {ride['clients']}"
+        f" clients and distinct keys has {ride['answers_a_second']:,} answers a second and"
+        f" {ride['conflicts']} conflicts (409). {ride['run_again']:,} of {ride['phases']:,} phases"
+        " ran twice."
+    )
+    return text
+
+
+def _rates(figures: dict[str, Any], in_process: dict[str, Any], *, of_peers: bool) -> str:
+    """Return the table of the responses a second of the peers, or of this app and the bare view."""
+    if "error" in figures or "error" in in_process:
+        return not_measured(figures if "error" in figures else in_process)
+    counts = list(figures["ours"]["clients"])
     rows = []
     for system, view, label in [("ours", "", "bare view"), *_systems(in_process)]:
+        if (system == "ours") is of_peers:
+            continue
         clients = figures.get(system, {}).get("clients")
         if clients is None:
             rows.append(
@@ -423,25 +448,10 @@ def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
                 ]
             )
     heads = [f"{count} client{'s' if count != '1' else ''}" for count in counts]
-    text += table(
+    return table(
         ["", *heads, f"p99 with {counts[-1]} clients, ms", f"refused with {counts[-1]} clients"],
         rows,
     )
-    text += f"\n![Answers a second](../images/{CHART_HTTP.name})\n"
-    one, ride = figures["ours"]["one_key"], figures["ours"]["serializable"]
-    (first, of_first), (last, of_last), *_ = (
-        (name, number) for name, number in one.items() if name.isdigit()
-    )
-    text += "\n" + prose(
-        f"Replays of one key write nothing and take no lock: {of_first:,} a second with {first}"
-        f" client, {of_last:,} with {last}."
-    )
-    text += "\n" + prose(
-        f"The ride under SERIALIZABLE with {ride['clients']} clients and distinct keys has"
-        f" {ride['answers_a_second']:,} answers a second and {ride['conflicts']} conflicts (409)."
-        f" {ride['run_again']:,} of {ride['phases']:,} phases ran twice."
-    )
-    return text
 
 
 def _rate(row: dict[str, Any] | None, *, bare: bool) -> str:

@@ -149,8 +149,6 @@ def models_tables() -> str:
         models.StagedJob,
         models.DownstreamCall,
         models.ProcessedMessage,
-        models.ProcessHeartbeat,
-        models.TrafficCount,
     )
     return "\n\n".join(_model(model) for model in made)
 
@@ -167,10 +165,6 @@ def _model(model: Any) -> str:
     parts = [f"## {model.__name__}", _first(model.__doc__), _table(("field", "kind", "note"), rows)]
     if rules := [_rule(constraint) for constraint in meta.constraints]:
         parts.append(_wrapped("Constraints: " + "; ".join(rules) + "."))
-    if indexes := [f"`{index.name}`" for index in meta.indexes]:
-        parts.append(_wrapped("Indexes: " + ", ".join(indexes) + "."))
-    if permissions := [f"`{name}`" for name, _ in meta.permissions]:
-        parts.append(_wrapped("Permissions besides Django's own: " + ", ".join(permissions) + "."))
     return "\n\n".join(parts)
 
 

@@ -1,5 +1,5 @@
-"""The walk of an incident with stuck keys of three causes, from the login to the last decision. The
-number of clicks is that of docs/incidents.md."""
+"""The walk of an incident with stuck keys of three causes, from the login to the last decision, with
+the clicks of docs/incidents.md."""
 
 import re
 from html import unescape
