@@ -61,7 +61,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that the reader enters, and the output until the next command."""
+    """A command that the reader enters, and the output until the next command. The line ``...``
+    replaces the first lines of a long output."""
 
     line: str
     output: list[str]
@@ -247,7 +248,7 @@ class Project:
                 time.monotonic() + PATIENCE_SECONDS,
             )
             while (
-                (printed := self._printed(line)) != (0, expected)
+                (printed := self._shown(line, expected)) != (0, expected)
                 and self.running
                 and time.monotonic() < end
             ):
@@ -281,6 +282,13 @@ class Project:
             text=True,
             start_new_session=True,
         )
+
+    def _shown(self, line: str, expected: list[str]) -> tuple[int, list[str]]:
+        """Do the same as ``_printed``, but replace the first lines by ``...`` if the page does."""
+        status, printed = self._printed(line)
+        if expected[:1] == ["..."]:
+            printed = ["...", *printed[1 - len(expected) :]]
+        return status, printed
 
     def _printed(self, line: str) -> tuple[int, list[str]]:
         """Return the exit status of a command, and its output, including errors."""
