@@ -1,10 +1,8 @@
 """Staged jobs for RabbitMQ without Celery, through pika: a backend, and the callback of a consumer.
 
-A message is persistent, and the broker confirms it. Its ``message_id`` is the id of the job, and
-its body is a JSON object with ``job_name``, ``job_args``, ``using`` and ``trace``.
+A message is persistent, and the broker confirms it. Its ``message_id`` is the id of the job.
 """
 
-import json
 import logging
 import threading
 from asyncio import CancelledError
@@ -14,17 +12,14 @@ from typing import Any
 
 import pika  # type: ignore[import-untyped]
 from django.conf import settings
-from django.db import close_old_connections
 from pika import exceptions as errors
 from pika.adapters.utils.connection_workflow import (  # type: ignore[import-untyped]
     AMQPConnectorException,
 )
 
-from idempotency._async import in_own_context
 from idempotency._hidden import Hidden
-from idempotency._job_run import job_run
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
-from idempotency.jobs import call_job, shard_of, trace_of
+from idempotency.contrib._messages import message_of, run_message
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -66,12 +61,7 @@ class RabbitMQBackend(OneByOne):
         the queue is full, or if the address of the broker is missing or invalid.
         Raises LookupError if the broker has no such queue.
         """
-        body = Hidden(
-            json.dumps(
-                {"job_name": job.job_name, "job_args": job.job_args}
-                | {"using": shard_of(job), "trace": trace_of(job)}
-            ).encode()
-        )
+        body = message_of(job)
         properties = pika.BasicProperties(
             message_id=str(job.pk), content_type="application/json", delivery_mode=2
         )
@@ -146,7 +136,6 @@ def _raise_unconfirmed(queue: str) -> None:
     )
 
 
-@in_own_context
 def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
     """Run the job of a message once, and acknowledge the message: the callback of
     ``channel.basic_consume``, without ``auto_ack``.
@@ -155,19 +144,12 @@ def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
     error is logged, and the message is rejected. A dead letter exchange of the queue then gets it.
     The enqueuer hands the job over again. A message that is not of RabbitMQBackend is rejected too.
     """
-    close_old_connections()
     content = Hidden(body)
     del body
     try:
-        job = Hidden(json.loads(content.value))
-        name, using = job.value["job_name"], job.value["using"]
-        with job_run(name, properties.message_id, using, job.value.get("trace")) as first:
-            if first:
-                call_job(name, job.value["job_args"], using=using)
+        run_message(content)
     except (Exception, CancelledError):
         logger.exception("the job %s of RabbitMQ failed", properties.message_id)
         channel.basic_reject(method.delivery_tag, requeue=False)
     else:
         channel.basic_ack(method.delivery_tag)
-    finally:
-        close_old_connections()

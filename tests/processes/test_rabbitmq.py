@@ -4,18 +4,14 @@ once."""
 import json
 import os
 import signal
-import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pika
 import pytest
-from django.conf import settings
 from pika.channel import Channel
 from pika.exceptions import AMQPError
 from pytest_django import Settings
@@ -23,28 +19,19 @@ from pytest_django import Settings
 from idempotency.contrib.rabbitmq import on_message
 from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
 from idempotency.models import ProcessedMessage, StagedJob
-from rides_demo.processes.process import Process
 from tests.factories import StagedJobFactory
 from tests.kit.ageing import ago
-from tests.kit.chance import chance
-from tests.kit.commands import environment
 from tests.kit.debian import NotToBeHad
+from tests.kit.kills import assert_kills_lose_nothing_and_repeat_nothing
 from tests.kit.rabbitmq import RabbitMQ, rabbitmq
-from tests.kit.waiting import eventually
 from tests.models import Entry
 from tests.processes.service import JOB
 
 pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
 QUORUM = {"x-queue-type": "quorum"}
-JOBS, KILLS = 300, 12
-QUEUES = {"pika": "killed", "celery": "default"}
-BACKENDS = {"pika": "Backend", "celery": "CeleryOnRabbitMQ"}
-CONSUMER = (
-    "import django; django.setup()\nimport runpy; runpy.run_module({!r}, run_name='__main__')"
-)
-MODULE = "tests.processes.queue_rabbitmq"
-ENQUEUER = "enqueue_jobs --loop --interval 0.1 --batch-size 25"
+#: Consumers, with the queues and the backends of their jobs.
+KINDS = [("pika", "killed", "Backend"), ("celery", "default", "CeleryOnRabbitMQ")]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +84,7 @@ def test_a_job_takes_effect_once(queue: Callable[..., Any]) -> None:
     assert enqueue_once() == EnqueuePass(handed_over=1)
     ((method, properties, body),) = received(channel, name)
     assert (properties.message_id, properties.delivery_mode) == (str(job.pk), 2)
-    told = {"using": "default", "trace": None}
+    told = {"job_id": str(job.pk), "using": "default", "trace": None}
     assert json.loads(body) == {"job_name": JOB, "job_args": {"name": "once"}} | told
     on_message(_Deaf(), method, properties, body)
     assert Entry.objects.count() == 1
@@ -226,56 +213,16 @@ def test_a_broker_that_does_not_answer_burns_no_attempt(
     assert StagedJob.objects.get(job_args__name="later").hand_overs == 1
 
 
-class Killed:
-    """Broker, enqueuer and consumer, which start again when they end."""
-
-    def __init__(self, stack: ExitStack, folder: Path, server: RabbitMQ, kind: str) -> None:
-        given = environment(
-            DJANGO_SETTINGS_MODULE="tests.processes.settings",
-            TEST_BACKEND=f"{MODULE}.{BACKENDS[kind]}",
-            TEST_RABBITMQ_URL=server.url,
-        )
-        commands = {
-            "enqueuer": [sys.executable, "-m", "django", *ENQUEUER.split()],
-            "consumer": [sys.executable, "-c", CONSUMER.format(MODULE), kind],
-        }
-        self.processes: dict[str, Process] = {"broker": server}
-        for name, command in commands.items():
-            log = folder / f"{name}.log"
-            process = Process(
-                name, command, environment=given, folder=settings.BASE_DIR, output=log
-            )
-            self.processes[name] = stack.enter_context(process)
-
-    def kill(self, name: str) -> None:
-        self.processes[name].kill()
-        self.revive()
-
-    def revive(self) -> None:
-        for process in self.processes.values():
-            process.launch()
-
-
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize(("kind", "queue", "backend"), KINDS)
 def test_kills_of_broker_enqueuer_and_consumer_lose_nothing_and_repeat_nothing(
-    kind: str, server: RabbitMQ, tmp_path: Path
+    kind: str, queue: str, backend: str, server: RabbitMQ, tmp_path: Path
 ) -> None:
-    drawn = chance()
-    names = [f"job {number}" for number in range(JOBS)]
-    with ExitStack() as stack:
-        processes = Killed(stack, tmp_path, server, kind)
-        for kill in range(KILLS):
-            jobs = [
-                StagedJobFactory.build(job_name=JOB, queue=QUEUES[kind], job_args={"name": name})
-                for name in names[kill::KILLS]
-            ]
-            StagedJob.objects.bulk_create(jobs)
-            threading.Event().wait(drawn.uniform(0.5, 4))
-            processes.kill(drawn.choice(["broker", "enqueuer", "enqueuer", "consumer", "consumer"]))
-
-        def done() -> bool:
-            processes.revive()
-            return not StagedJob.objects.exists() and Entry.objects.count() >= JOBS
-
-        eventually(done, 600)
-    assert Counter(Entry.objects.values_list("name", flat=True)) == dict.fromkeys(names, 1)
+    assert_kills_lose_nothing_and_repeat_nothing(
+        tmp_path,
+        "tests.processes.queue_rabbitmq",
+        {"TEST_RABBITMQ_URL": server.url},
+        queue=queue,
+        backend=backend,
+        arguments=[kind],
+        broker=server,
+    )

@@ -23,7 +23,7 @@ _original = _job_run.job_run
 #: The modules that have ``job_run``, if they are in use.
 _WORKERS = (
     "idempotency._job_run",
-    *map("idempotency.contrib.{}".format, ("rq", "celery", "tasks", "rabbitmq")),
+    *map("idempotency.contrib.{}".format, ("rq", "celery", "tasks", "_messages")),
 )
 
 
