@@ -56,12 +56,13 @@ AS_PRINTED = [
     "traces.md",
 ]
 #: ... and those that need a service, or another package. ``make examples`` follows the guide to
-#: GraphQL and agents; test_rabbitmq.py runs the consumer of the guide to RabbitMQ.
+#: GraphQL and agents; test_rabbitmq.py and test_sqs.py run the consumers of their guides.
 WITH_MORE = [
     "call-from-a-client.md",
     "choose-a-queue.md",
     "graphql-and-agents.md",
     "hand-jobs-to-rabbitmq.md",
+    "hand-jobs-to-sqs.md",
     "move-from-django-idempotency-key.md",
     "use-a-pooler.md",
 ]

@@ -56,6 +56,7 @@ EXTRAS = {
     "requests": ("idempotency.client._requests", []),
     "rq": ("idempotency.contrib.rq", ["django_rq"]),
     "spectacular": ("idempotency.contrib.spectacular", ["drf_spectacular"]),
+    "sqs": ("idempotency.contrib.sqs", []),
     "tasks": ("idempotency.contrib.tasks", ["django_tasks_db"]),
 }
 IMPORTS = """
