@@ -250,7 +250,7 @@ def test_a_bank_that_was_away_is_asked_again_with_the_same_key(
 
 
 def test_the_completer_has_the_basket_and_the_account_again(
-    page: Callable[..., ModuleType], bank: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    page: Callable[..., ModuleType], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = page("prepare-a-request.md")
     monkeypatch.setitem(sys.modules, "example", example)
@@ -266,7 +266,7 @@ def test_the_completer_has_the_basket_and_the_account_again(
     example.Order = Entry
     age(IdempotencyKey.objects.all(), seconds=400)
     assert complete_once().finished == 1
-    assert (Entry.objects.get().name, len(bank.calls)) == ("tea of testserver", 1)
+    assert Entry.objects.get().name == "tea of testserver"
     assert visitor.session["basket"] == "tea"
     assert visitor.post("/orders/", headers=KEY)["Idempotent-Replayed"] == "true"
 
