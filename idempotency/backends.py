@@ -67,8 +67,8 @@ class HandOverOnCommit(IdempotencyError):
 @dataclass(frozen=True, slots=True)
 class OfferAgain:
     """The broker took the job but may lose it. The job stays staged, and is due again after
-    ``seconds``, an int or float from one second to ten years. After less than a second, one pass
-    would hand the job over again and again."""
+    ``seconds``, an int or float from one second to ten years. With a shorter time, one pass would
+    hand the job over again and again."""
 
     seconds: float
 
@@ -112,15 +112,14 @@ class Backend(Protocol):
     ``stage_job`` and the enqueuer refuse functions outside JOB_MODULES.
 
     A class with ``uses_database = False`` declares that its hand-over writes to no Django database.
-    If the transaction of the enqueuer is lost after the hand-over, the results are then kept.
-    Otherwise the jobs are handed over again.
+    If the transaction of the enqueuer is lost after the hand-over, the results of such a class are
+    kept. For any other class, the jobs are handed over again.
     """
 
     def hand_over(
         self, queue: str, jobs: Sequence[StagedJob]
     ) -> Mapping[UUID, HandOverResult | None] | Awaitable[Mapping[UUID, HandOverResult | None]]:
-        """Give ``jobs`` to the broker. Return a mapping from job ids to results. It may lack jobs
-        that the broker took.
+        """Give ``jobs`` to the broker. Return a mapping from job ids to results.
 
         - None, or no result: the broker has the job, and the row is deleted.
         - ``OfferAgain``: the broker has the job, and the row stays until the job took effect.
@@ -164,12 +163,13 @@ def offer_singly(
     *,
     unavailable: int = 0,
 ) -> Results:
-    """Offer one job after the other, in order. Return the results; an exception of ``offer`` is
-    one, too.
+    """Offer one job after the other, in order. Return the results. An exception that ``offer``
+    raises is the result of its job.
 
-    If the broker is unavailable for a job, a job at random is next. If the broker takes that job,
-    it has refused the one before; otherwise it soon counts as unavailable for all, and the rest is
-    not offered. ``unavailable`` is the number of hand-overs that failed so before.
+    If the broker is unavailable for a job, the next job is chosen at random. If the broker takes
+    that job, it has refused the first one. Otherwise the broker soon counts as unavailable, and the
+    other jobs are not offered. ``unavailable`` is the number of earlier hand-overs for which the
+    broker was unavailable.
     Raises TransactionBroken if the transaction of the enqueuer is broken.
     """
     results: Results = {}

@@ -42,7 +42,7 @@ def complete_once(
     after a wait that doubles with each run. Exceptions of views are logged and stored on the key.
     Scopes take turns, so that failing keys of one scope do not delay the others. The pass also runs
     keys that become due while it runs other keys. Between the keys it does bulk work of the admin.
-    It ends when no key is left that was due when it began, and no bulk work.
+    The pass ends when all keys that were due at its beginning have run, and no bulk work is left.
 
     - ``batch_size``: the number of keys read at a time, at most ten of each scope.
     - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in
@@ -79,8 +79,8 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
 
     Return the result of the run: "finished", "stuck" or "failed". After "failed", the key is
     released with its error, and is due again after COMPLETER_IDLE_SECONDS. If a part of its request
-    is not stored, and nothing was begun, only a retry of the client runs it. Exceptions of the view
-    are logged and stored on the key.
+    is not stored, and the key is untouched, only a retry of the client runs it. Exceptions of the
+    view are logged and stored on the key.
 
     Return None, without any change, in these cases:
 

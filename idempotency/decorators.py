@@ -85,9 +85,8 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
       409.
     - ``isolation``: the level of a plain view's transaction; the default is PLAIN_ISOLATION.
     - ``using``: the alias of the key's database, or a function of the request that returns it.
-    - ``store_body``, in a phased view: False stores no request body. Without it, the completer
-      cannot run the request, and its key becomes stuck. A plain view stores neither headers nor
-      body.
+    - ``store_body``, in a phased view: False stores no request body. Without the body, the
+      completer cannot run the request. A plain view stores neither headers nor body.
     - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that
       a middleware sets ("tenant", "basket.pk"). The values are stored as JSON; the completer sets
       them on the request that it rebuilds.
@@ -95,15 +94,14 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
       than RETENTION_HOURS.
     - ``lease_seconds``: the lock timeout of a key of this view; the default is
       LOCK_TIMEOUT_SECONDS. Each phase and each call renews the lock.
-    - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It
-      runs once, outside any transaction, and its response finishes the key.
+    - ``on_abandon(key)``: is called for a phased request that was not finished within
+      RETENTION_HOURS. It runs once, outside any transaction, and its response finishes the key.
 
     Only ``on_abandon`` may be ``async def``. Apply the decorator inside decorators that check
     authentication and permissions, which then run before each replay too. A decorated view is
-    excluded from ATOMIC_REQUESTS.
+    excluded from ATOMIC_REQUESTS. In an outer transaction, for example of a middleware, a plain
+    view is a savepoint and commits with the outer one.
     Raises TypeError or ValueError for invalid options.
-    In an outer transaction, for example of a middleware, a plain view is a savepoint and commits
-    with the outer one.
     A request of a phased view raises RuntimeError if a transaction is already open.
     """
     if unknown := given.keys() - {field.name for field in fields(Options)}:

@@ -174,7 +174,7 @@ class Rejected(IdempotencyError):
 
 
 class Unfinished(IdempotencyError):
-    """The operation failed after something was begun. The completer continues it, so its effect may
+    """The operation failed after a commit or a call. The completer continues it, so its effect may
     still follow. Call again with the same key for the result. ``__cause__`` is the error."""
 
 

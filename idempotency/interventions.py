@@ -196,8 +196,8 @@ def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None 
     """Delete failed jobs; return their number. None means all.
 
     On return the inbox has their ids, so they never run, even if a queue still has a message for
-    them. A job that is running now is kept. The job of an operation is deleted although the
-    operation is running: its key has the result.
+    them. A job that is running now is kept. The job of an operation is deleted even if the
+    operation is running, because the key of the operation gets the result.
     """
     alias, discarded = using or router.db_for_write(StagedJob), 0
     for pk in list(_failed(ids, alias).values_list("pk", flat=True)):

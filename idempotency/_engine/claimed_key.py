@@ -90,14 +90,13 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
         """Raise RuntimeError: the columns of a claimed key are written by fenced statements
         alone."""
         raise RuntimeError(
-            "A claimed key is not saved by hand: that would bypass its fence. End a phase instead."
+            "A claimed key must not be saved: that would bypass its fence. End a phase instead."
         )
 
     def delete(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError: a retry of the client would run the request again."""
         raise RuntimeError(
-            "A claimed key is not deleted by hand: a retry of its client would run the request"
-            " again."
+            "A claimed key must not be deleted: a retry of its client would run the request again."
         )
 
     def __reduce__(self) -> Any:
@@ -147,18 +146,17 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
         ``derive(name)``.
 
         When the block begins, one fenced statement records that the request has begun a call, and
-        renews the lock. It is committed before the block runs. If the process is suspended inside
-        the block for longer than the lock timeout, it may still make the call after another run has
-        taken the key over.
+        renews the lock. The statement is committed before the block runs. If the process is
+        suspended inside the block for longer than the lock timeout, it may still make the call
+        after another run has taken the key over.
 
         Set ``at_most_once=True`` if the service does not support idempotency keys. In the block, if
         ``call.due``, call the service and then ``call.record(result)``. The intent to call is
         committed before the block. When the block ends, also by an exception, the recorded result
-        is committed. It is committed even if another claim has taken over the key, because the call
-        was made. If a failover has lost the row of the intent, the end of the block inserts the row
-        again. After a block without a recorded result, the next phase or call raises CallInDoubt,
-        even if the view catches the exception of the block. After ``call.retryable()`` the next
-        phase raises CallNotRecorded.
+        is committed, even if another claim has taken over the key. If a failover has lost the row
+        of the intent, the end of the block inserts the row again. After a block without a recorded
+        result, the next phase or call raises CallInDoubt, even if the view catches the exception of
+        the block. After ``call.retryable()`` the next phase raises CallNotRecorded.
 
         Raises the errors of ``derive()``.
         Raises CallInDoubt if an at-most-once call of the key was begun before and has no recorded

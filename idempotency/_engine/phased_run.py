@@ -70,9 +70,9 @@ class PhasedRun:
             yield self.key.recovery_point
             if not self._moved:
                 raise PhaseDidNotAdvance(
-                    f"A pass through the phases at {self.key.recovery_point!r} committed no"
-                    " progress, and would be repeated forever. Handle this recovery point in the"
-                    " view, and end its phase with set_recovery_point() or set_response()."
+                    f"The loop over the phases at {self.key.recovery_point!r} committed no"
+                    " progress, and would run forever. Handle this recovery point in the view, and"
+                    " end its phase with set_recovery_point() or set_response()."
                 )
 
     def result(self) -> Any:

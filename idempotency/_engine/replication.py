@@ -113,15 +113,15 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     finally:
         own.remove_notice_handler(note)
     if cancelled:
-        raise NotReplicated(f"The wait of a commit for its standby was cut short: {cancelled[0]}.")
+        raise NotReplicated(f"The wait of a commit for its standby ended early: {cancelled[0]}.")
 
 
 def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
     own = psycopg_connection(connection)
     if is_citus(connection) and conf.get().CONFIRM_REPLICATED != "storage":
         raise NotReplicated(
-            "The engine is Citus: a commit of its coordinator proves nothing about the standbys of"
-            " its workers."
+            "The database is Citus: a commit of its coordinator does not confirm that the standbys"
+            " of its workers have the earlier commits."
         )
     with (
         debug_transaction(connection, _BARRIER),
@@ -141,7 +141,7 @@ def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
         raise NotReplicated(f"The server refused the commit that confirms replication: {told}.")
     settings = [(result.get_value(0, column) or b"").decode() for column in range(3)]
     if why := obstacle(*settings):
-        raise NotReplicated(f"The server confirms nothing: {why}.")
+        raise NotReplicated(f"The server cannot confirm replication: {why}.")
 
 
 def _result_in_time(own: "psycopg.Connection[Any]") -> PGresult | None:

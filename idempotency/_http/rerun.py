@@ -159,8 +159,8 @@ def _set_sender(
         raise CannotRun(
             StuckCode.USER_MISSING,
             "The sender of the request is not a Django user, and IDEMPOTENCY['PREPARE_REQUEST'] did"
-            " not set it. The function must set request.user or request.auth. If the client's"
-            " request had neither, the attributes that scope= reads suffice.",
+            " not set it. The function must set request.user or request.auth. If the request of the"
+            " client had neither, it must set the attributes that scope= reads.",
         )
     # Django REST framework uses these without authentication, as in force_authenticate().
     vars(request).setdefault("_force_auth_user", request.user)

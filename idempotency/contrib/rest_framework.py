@@ -21,9 +21,9 @@ class IdempotentMixin:
     base of your base class.
 
     The method ``as_view()``, which a router calls too, makes the view of a subclass with protected
-    handlers. The class itself stays as it is, so the attributes of a class hold for the handlers
-    that it inherits or calls with ``super()``, and for no parent or child. A handler that has its
-    own ``@idempotent`` keeps it.
+    handlers. The class itself is not changed: ``idempotent_options`` and ``not_idempotent`` of a
+    class apply to all handlers of its own views, also to inherited ones, and not to views of its
+    parent classes. A handler that has its own ``@idempotent`` keeps it.
     Raises TypeError or ValueError for invalid options, as ``@idempotent`` does.
     """
 

@@ -70,8 +70,11 @@ class StagedBackend(BaseTaskBackend):
     ::
 
         TASKS = {
-            "default": {"BACKEND": "idempotency.contrib.tasks.StagedBackend", "OPTIONS": {"backend":
-            "worker"}}, "worker": {"BACKEND": "django_tasks_db.DatabaseBackend"},
+            "default": {
+                "BACKEND": "idempotency.contrib.tasks.StagedBackend",
+                "OPTIONS": {"backend": "worker"},
+            },
+            "worker": {"BACKEND": "django_tasks_db.DatabaseBackend"},
         }
 
     ``OPTIONS["backend"]`` names the task backend to which ``TasksBackend`` hands the jobs. The

@@ -126,8 +126,9 @@ def _jobs(found: Diagnosis) -> Iterator[Finding]:
             "hooks_failed",
             f"Jobs that took effect, but whose on_commit hooks raised: {hooks}. The"
             " hooks are not called again.",
-            "manage.py staged_jobs list says why. Do by hand what the hooks should have done, then"
-            " run manage.py staged_jobs purge. Let the job stage another job instead of a hook.",
+            "manage.py staged_jobs list shows the errors. Do by hand what the hooks should have"
+            " done, then run manage.py staged_jobs purge. Replace the hook: let the job stage"
+            " another job.",
         )
 
 
@@ -188,7 +189,7 @@ def _table(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             "dead_rows",
             f"{dead} rows of {table} are dead, beside {live} live ones: vacuum does not keep up.",
-            f"End long transactions, then VACUUM {table}; let autovacuum come earlier: ALTER TABLE"
+            f"End long transactions, then VACUUM {table}; start autovacuum earlier: ALTER TABLE"
             f" {table} SET (autovacuum_vacuum_scale_factor = 0.05).",
         )
 
@@ -237,7 +238,7 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
             "replays_refused",
             f"CONFIRM_REPLICATED is set, but {why}: each replay is refused with 503.",
             "Set up a synchronous standby, with synchronous_commit on. If the storage of the server"
-            " is replicated, set CONFIRM_REPLICATED to 'storage'. Otherwise remove it.",
+            " is replicated, set CONFIRM_REPLICATED to 'storage'. Otherwise remove the setting.",
         )
     elif names.strip() and synchronous_commit in _WEAK_WAITS:
         yield Finding(

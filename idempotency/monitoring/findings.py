@@ -69,11 +69,11 @@ def of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
             % {"count": Grouped(jobs.not_deleted)},
             _(
                 "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a"
-                " missing right. The enqueuer then deletes the rows, and sends no job again."
+                " missing privilege. The enqueuer then deletes the rows, and sends no job again."
             ),
             in_admin=_(
-                "The list says why. Correct the cause, for example a trigger or a missing right."
-                " The enqueuer then deletes the rows, and sends no job again."
+                "The list says why. Correct the cause, for example a trigger or a missing"
+                " privilege. The enqueuer then deletes the rows, and sends no job again."
             ),
         )
     if failed := jobs.failed_by_name.total():

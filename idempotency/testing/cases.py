@@ -47,15 +47,15 @@ def assert_survives(
 
     ``send(key)`` sends the request with that idempotency key through Django's test client or
     another client, and returns the response. Or it calls an operation, and returns its result:
-    ``lambda key: pay.once(key, pilot=17)``. ``again(key)`` is the second caller, which makes each
-    retry and the second of two concurrent attempts; without it, ``send`` makes all of them. The
-    process dies before and after each statement, COMMIT and downstream call, and before the
-    response is sent. Then the client retries, or the completer runs the request. A boundary is the
-    claim, or the beginning or end of a phase or downstream call. With ``races``, two attempts are
-    also interleaved at each pair of boundaries. The lock of the first attempt is valid once. The
-    second time it has expired, and the first attempt resumes late. Then two requests with different
-    keys run: the first request pauses at each boundary while the second request runs. The rows and
-    effects must equal those of two consecutive requests.
+    ``lambda key: pay.once(key, pilot=17)``. ``again(key)`` is a second caller, which sends each
+    retry, and the second of two concurrent attempts; by default ``send`` does. The process dies
+    before and after each statement, COMMIT and downstream call, and before the response is sent.
+    Then the client retries, or the completer runs the request. A boundary is the claim, or the
+    beginning or end of a phase or downstream call. With ``races``, two attempts are also
+    interleaved at each pair of boundaries: once while the lock of the first attempt is valid, and
+    once after it has expired, so that the first attempt resumes late. Then two requests with
+    different keys run: the first request pauses at each boundary while the second request runs. The
+    rows and effects must equal those of two consecutive requests.
 
     A call to a downstream service inside a transaction is a failure too. A call is a ``connect()``
     or ``send()`` of a Python socket. Databases, caches and brokers of the settings may be called

@@ -35,7 +35,7 @@ class Downstream:
     records each effect.
 
     ``answer`` is the return value of a call, or a function that computes it from the arguments of
-    the call. ``key`` names the argument with the idempotency key, for a system that honours such
+    the call. ``key`` names the argument with the idempotency key, for a service that supports such
     keys: a second call with the same key has no effect and gets the first answer. If the other
     arguments of that call differ from those of the first call, the fake raises an exception, and
     the kit reports a failure. Without ``key``, each call takes effect. The kit finds the instances

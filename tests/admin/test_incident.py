@@ -1,5 +1,5 @@
-"""The walk of an incident with stuck keys of three causes, from the login to the last decision, with
-the clicks of docs/incidents.md."""
+"""The walk of an incident with stuck keys of three causes, from the login to the last decision:
+docs/incidents.md."""
 
 import re
 from html import unescape

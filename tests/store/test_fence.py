@@ -133,7 +133,7 @@ def test_a_claimed_key_is_not_saved_past_its_fence() -> None:
     for one in (key, copy(key)):
         with pytest.raises(RuntimeError, match="bypass its fence"):
             one.save()
-        with pytest.raises(RuntimeError, match="not deleted by hand"):
+        with pytest.raises(RuntimeError, match="must not be deleted"):
             one.delete()
     assert IdempotencyKey.objects.get().recovery_point == "started"
     IdempotencyKeyFactory().save()  # a row that is not claimed
