@@ -20,6 +20,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
+from idempotency._text import Grouped
 from idempotency.admin import charts, error_groups, traffic
 from idempotency.admin.bulk_keys import KeyAction
 from idempotency.admin.bulk_pages import BulkAdmin
@@ -34,7 +35,6 @@ from idempotency.monitoring import findings, heartbeats, measures
 MAX_PROCESSES = 100
 #: The maximum number of groups of each kind that are shown, the largest first.
 MAX_GROUPS = 20
-
 
 _NUMBERS = attrgetter("requests", "replays", "conflicts", "errors", "p50", "p95")
 
@@ -123,8 +123,8 @@ def _keys(request: HttpRequest, key_admin: Any) -> _Part:
     found = [(finding, behind.get(finding.code, "")) for finding in findings.of_keys(keys)]
     notes = []
     if count := keys.by_state[KeyState.ACKNOWLEDGED]:
-        text = gettext("Acknowledged keys, which are not finished: %(count)s.") % {"count": count}
-        notes.append((text, f"{url}?state=acknowledged"))
+        text = gettext("Acknowledged keys, which are not finished: %(count)s.")
+        notes.append((text % {"count": Grouped(count)}, f"{url}?state=acknowledged"))
     return _Part(shown, found, notes)
 
 

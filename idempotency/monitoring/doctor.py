@@ -14,7 +14,7 @@ from idempotency import conf
 from idempotency._engine import aliases, replication
 from idempotency._records import HOOKS_FAILED
 from idempotency._states import KeyState
-from idempotency._text import duration, first_line
+from idempotency._text import Grouped, duration, first_line
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring import findings, measures
 from idempotency.monitoring.findings import Finding
@@ -103,7 +103,7 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         late = duration(REAPER_LATE_SECONDS)
         yield Finding(
             "reaper_late",
-            f"Keys that should have been deleted {late} ago: {to_reap}.",
+            f"Keys that should have been deleted {late} ago: {Grouped(to_reap)}.",
             "Start manage.py reap_keys --loop. If it counts them as 'protected', something prevents"
             " the deletion: a row that refers to the key, for example with on_delete=PROTECT, a"
             " trigger, a signal receiver, or a missing privilege. Its log names the error.",
