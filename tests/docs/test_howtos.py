@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from django.contrib.auth import get_user_model
-from django.contrib.auth.models import Group
+from django.contrib.auth.models import Permission
+from django.contrib.contenttypes.models import ContentType
 from django.core import mail
 from django.core.cache import caches
 from django.db import transaction
@@ -155,23 +156,24 @@ def test_only_the_step_that_orders_needs_a_key(
     assert Entry.objects.get().name == "one"
 
 
-def test_who_has_left_the_team_gets_no_stored_answer(
+def test_who_has_lost_the_permission_gets_no_stored_response(
     page: Callable[..., ModuleType], client: Client
 ) -> None:
     page("protect-a-view.md")
-    team, user = Group.objects.create(name="team"), get_user_model().objects.get()
-    url = f"/teams/{team.pk}/orders/"
+    orders = ContentType.objects.create(app_label="shop", model="order")
+    permission = Permission.objects.create(codename="add_order", content_type=orders)
+    user, url = get_user_model().objects.get(), "/permitted-orders/"
     assert client.post(url, ORDER, headers=KEY).status_code == 403
-    user.groups.add(team)
+    user.user_permissions.add(permission)
     first, again = (client.post(url, ORDER, headers=KEY) for _ in range(2))
     assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (
         201,
         first.content,
         "true",
     )
-    user.groups.clear()
+    user.user_permissions.clear()
     assert client.post(url, ORDER, headers=KEY).status_code == 403
-    user.groups.add(team)
+    user.user_permissions.add(permission)
     assert client.post(url, ORDER, headers=KEY)["Idempotent-Replayed"] == "true"
 
 
