@@ -11,6 +11,7 @@ from django.core.checks import Warning
 from django.db import DatabaseError, IntegrityError, connections, models, transaction
 from django.http import Http404, HttpRequest, HttpResponseBase, JsonResponse
 from django.test.utils import isolate_apps
+from django.urls import path
 
 from idempotency.checks.views import check_views
 from idempotency.decorators import idempotent
@@ -367,8 +368,11 @@ def test_a_wrapper_that_the_view_leaves_stays(left: bool, serve: Serve, sender: 
 def book_order() -> Iterator[Any]:
     """Return the view of docs/how-to/shard-by-tenant.md whose write to the other database is
     guarded."""
-    shop: dict[str, Any] = {"__name__": "tests.shop", "models": models, "Order": Entry}
-    left_out = {"@require_POST", "@login_required", "from shop.models import Booking, Order"}
+    shop: dict[str, Any] = {
+        "__name__": "tests.shop", "models": models, "Order": Entry, "JsonResponse": JsonResponse,
+        "idempotent": idempotent, "path": path, "urlpatterns": [],
+    }  # fmt: skip
+    left_out = {"@login_required", "from shop.models import Booking"}
     with isolate_apps("tests"):
         for block in blocks("shard-by-tenant.md", "python"):
             if "Booking" in block:
