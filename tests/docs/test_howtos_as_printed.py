@@ -56,11 +56,12 @@ AS_PRINTED = [
     "traces.md",
 ]
 #: ... and those that need a service, or another package. ``make examples`` follows the guide to
-#: GraphQL and agents; test_rabbitmq.py and test_sqs.py run the consumers of their guides.
+#: GraphQL and agents; test_kafka.py, test_rabbitmq.py and test_sqs.py run the consumers of theirs.
 WITH_MORE = [
     "call-from-a-client.md",
     "choose-a-queue.md",
     "graphql-and-agents.md",
+    "hand-jobs-to-kafka.md",
     "hand-jobs-to-rabbitmq.md",
     "hand-jobs-to-sqs.md",
     "move-from-django-idempotency-key.md",

@@ -49,6 +49,7 @@ EXTRAS = {
     "celery": ("idempotency.contrib.celery", []),
     "client": ("idempotency.client._httpx", []),
     "drf": ("idempotency.contrib.rest_framework", ["rest_framework"]),
+    "kafka": ("idempotency.contrib.kafka", []),
     "ninja": ("idempotency.contrib.ninja", []),
     "opentelemetry": ("idempotency.contrib.opentelemetry._wrappers", []),
     "prometheus": ("idempotency.contrib.prometheus", []),
