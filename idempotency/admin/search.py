@@ -4,7 +4,8 @@ an index.
 No index begins with the value of the key, and another index would cost each request a write.
 Therefore a prefix of a value is searched only among the unfinished keys and the newest keys. A
 whole value is searched in the whole index of scopes and values: PostgreSQL before version 18, which
-skips from scope to scope, reads all of that index.
+skips from scope to scope, reads all of that index. A scope and a value together need no more than
+the entries of the index that they name.
 """
 
 from collections.abc import Iterator
@@ -30,10 +31,10 @@ from idempotency.scopes import PROJECT_PREFIX
 MIN_PREFIX = 4
 HELP = of_the_newest(
     _(
-        "Search by: the idempotency key; its first {least} or more characters, if you may view"
-        " bodies (unfinished keys and the {count} newest); the id of the row; the name of an"
-        " operation; a scope such as user:7; a user name; the e-mail address of a user, if"
-        " you may view users; the id of a staged job, if you may view jobs; the search fields of"
+        "Search by: the idempotency key, or its scope and the key (user:7 KEY); its first {least}"
+        " or more characters, if you may view bodies (unfinished keys and the {count} newest); the"
+        " id of the row; the name of an operation; a scope such as user:7; a user name; the e-mail"
+        " address of a user, if you may view users; the id of a staged job, if you may view jobs; the search fields of"
         " linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
@@ -49,6 +50,10 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
     if "\0" in term:
         return keys.none()  # PostgreSQL rejects NUL.
     every: Any = IdempotencyKey.objects.using(keys.db)
+    scope, _, value = term.partition(" ")
+    named = every.filter(scope__in=_scopes([scope]), idempotency_key=value)
+    if value and (found_by_both := list(named.values_list("pk", flat=True))):
+        return keys.filter(pk__in=found_by_both)
     found: set[int | None] = {
         *every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]
     }
@@ -64,9 +69,15 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
         of_operation = every.filter(request_method=METHOD, request_path=term)
         rows = newest(of_operation.order_by("-created_at"), NEWEST)
         found.update(rows.values_list("pk", flat=True)[:MAX_FOUND])
-    scopes = [term, PROJECT_PREFIX + term, *(f"user:{pk}" for pk in _users(term, site, request))]
-    scopes += [f"{operation.name}:{scope}" for operation in registered() for scope in scopes]
+    scopes = _scopes([term, *(f"user:{pk}" for pk in _users(term, site, request))])
     return keys.filter(Q(pk__in=found - {None}) | Q(scope__in=scopes))
+
+
+def _scopes(names: list[str]) -> list[str]:
+    """Return these scopes, those that a function of the project returns under these names, and
+    those of operations in all of them."""
+    scopes = [*names, *(PROJECT_PREFIX + name for name in names)]
+    return scopes + [f"{operation.name}:{scope}" for operation in registered() for scope in scopes]
 
 
 def _by_prefix(keys: Any, term: str) -> Iterator[int]:

@@ -10,7 +10,9 @@ from urllib.parse import parse_qsl
 from uuid import uuid4
 
 import pytest
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from idempotency._text import Grouped
@@ -128,10 +130,20 @@ def test_failed_jobs_are_filtered_by_the_group_of_their_error(staff: Client) -> 
 
 
 @pytest.mark.parametrize(
-    "term", ["Order-77", "Order-7", "Orde", "jane", "jane@example.com", "JANE@example.com"]
+    "term",
+    [
+        "Order-77",
+        "Order-7",
+        "Orde",
+        "jane",
+        "jane@example.com",
+        "JANE@example.com",
+        "user:{} Order-77",
+    ],
 )
 def test_a_key_is_found_by_what_a_person_has_at_hand(term: str, staff: Client) -> None:
     user = UserFactory(username="jane")
+    term = term.format(user.pk)
     key = IdempotencyKeyFactory(
         finished=True, idempotency_key="Order-77", user=user, scope=f"user:{user.pk}"
     )
@@ -157,6 +169,18 @@ def test_the_beginning_of_a_key_finds_the_unfinished_and_the_newest(
     young = IdempotencyKeyFactory(finished=True, idempotency_key="order-3")
     assert listed(staff, {"q": "order"}) == pks(young, waiting)
     assert listed(staff, {"q": "order-1"}) == pks(old), "a whole key is found at any age"
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("scope", ["user:7", "pay:user:7"])
+def test_a_scope_and_a_key_read_only_their_entries_of_the_index(staff: Client, scope: str) -> None:
+    key = IdempotencyKeyFactory(finished=True, idempotency_key="Order-77", scope=scope)
+    IdempotencyKeyFactory(finished=True, idempotency_key="Order-77", scope="user:8")
+    with CaptureQueriesContext(connection) as queries:
+        assert listed(staff, {"q": f"{scope} Order-77"}) == pks(key)
+    searches = [query["sql"] for query in queries if "'Order-77'" in query["sql"]]
+    assert len(searches) == 1
+    assert '"scope" IN (' in searches[0]
 
 
 def test_a_key_is_found_by_its_job(staff: Client) -> None:
