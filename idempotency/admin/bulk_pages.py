@@ -30,6 +30,7 @@ from django.utils.translation import gettext
 from idempotency import _bulk_work
 from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._http.atomic_requests import EVERY_ALIAS
+from idempotency._text import Grouped
 from idempotency.admin.actions import note_field, noted, username
 from idempotency.admin.bodies import log_looks, may_view_bodies
 from idempotency.admin.bulk import BulkAction, Confirmation, Group, report
@@ -280,7 +281,7 @@ def _question(action: BulkAction, rows: QuerySet[Any], ids: str | None) -> dict[
     sample = action.eligible(rows).order_by(action.column, "pk")[:MAX_SAMPLE]
     return {
         "groups": groups.most_common(),
-        "eligible": eligible,
+        "eligible": Grouped(eligible),
         "sample": list(sample) if action.sample_template else [],
         "others": len(ids.split(",")) - expected if ids else 0,
         "work": Confirmation(as_of, expected, dict(unchanged)),
