@@ -34,8 +34,8 @@ HELP = of_the_newest(
         "Search by: the idempotency key, or its scope and the key (user:7 KEY); its first {least}"
         " or more characters, if you may view bodies (unfinished keys and the {count} newest); the"
         " id of the row; the name of an operation; a scope such as user:7; a user name; the e-mail"
-        " address of a user, if you may view users; the id of a staged job, if you may view jobs; the search fields of"
-        " linked models (their {count} newest rows)."
+        " address of a user, if you may view users; the id of a staged job, if you may view jobs;"
+        " the search fields of linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
 )
