@@ -118,8 +118,6 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _over_http(over_http, in_process),
         "## Distance to the database\n",
         _distance(part(results, "distance")),
-        "## Replays that a standby confirms\n",
-        _replication(part(results, "replication")),
     ]
     details = [
         DETAILS_INTRODUCTION,
@@ -132,6 +130,8 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _between_systems(in_process),
         "## Responses of the peers over HTTP\n",
         _rates(over_http, in_process, of_peers=True),
+        "## Replays that a standby confirms\n",
+        _replication(part(results, "replication")),
         "## Processor time\n",
         _processor(in_process),
         "## Statements, commits and WAL\n",

@@ -163,8 +163,12 @@ def _model(model: Any) -> str:
         )
     ]
     parts = [f"## {model.__name__}", _first(model.__doc__), _table(("field", "kind", "note"), rows)]
-    if rules := [_rule(constraint) for constraint in meta.constraints]:
-        parts.append(_wrapped("Constraints: " + "; ".join(rules) + "."))
+    if unique := [
+        ", ".join(f"`{name}`" for name in constraint.fields)
+        for constraint in meta.constraints
+        if getattr(constraint, "fields", None)
+    ]:
+        parts.append(_wrapped("Unique together: " + "; ".join(unique) + "."))
     return "\n\n".join(parts)
 
 
@@ -196,11 +200,6 @@ def _kind_of(field: Any) -> str:
 
 def _note_of(model: Any, field: Any) -> str:
     return str(field.help_text) or NOTES.get(f"{model.__name__}.{field.name}", "")
-
-
-def _rule(constraint: Any) -> str:
-    columns = getattr(constraint, "fields", None)
-    return f"`{constraint.name}`" + (f" ({', '.join(columns)} unique together)" if columns else "")
 
 
 def commands_tables() -> str:
