@@ -211,12 +211,17 @@ def link_to_key(key: IdempotencyKey) -> None:
 def in_trace(value: str | None) -> Iterator[None]:
     """Run the block in the context of a traceparent, if there is one."""
     former = context.get_current()
+    if value:
+        _enter(value, former)
     try:
-        if value:
-            context.attach(_context_of(value, former))
         yield
     finally:
         context.attach(former)
+
+
+@harmless
+def _enter(value: str, former: Context) -> None:
+    context.attach(_context_of(value, former))
 
 
 @harmless

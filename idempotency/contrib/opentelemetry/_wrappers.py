@@ -78,14 +78,19 @@ def _claim(original: _Function) -> _Function:
             if run is not None:
                 run.claim, run.claim_start = span, None
             claimed = original(*given, **options)
-            span.set({"outcome": claimed.outcome.value})
-            if (key := claimed.key) is not None:
-                span.set_key(key)
-                if claimed.outcome is not ClaimOutcome.CLAIMED or vars(key)["attempts"] > 1:
-                    link_to_key(key)
+            _note_claim(span, claimed)
             return claimed
 
     return claim
+
+
+@harmless
+def _note_claim(span: Span, claimed: claims.Claim) -> None:
+    span.set({"outcome": claimed.outcome.value})
+    if (key := claimed.key) is not None:
+        span.set_key(key)
+        if claimed.outcome is not ClaimOutcome.CLAIMED or vars(key)["attempts"] > 1:
+            link_to_key(key)
 
 
 def _claim_by_id(original: _Function) -> _Function:
