@@ -318,7 +318,7 @@ def test_a_job_goes_with_its_transaction_and_a_late_one_waits(
     assert StagedJob.objects.get().queue == "reports"
     assert enqueue_once().handed_over == 0
     with pytest.raises(NoOpenTransaction):
-        example.stage_reminder(Entry.objects.get())
+        example.stage_job("shop.jobs.send_receipt", [1])
 
 
 # receive-webhooks.md
