@@ -183,12 +183,7 @@ def _filters() -> argparse.ArgumentParser:
     add("--code", help="The stuck code.")
     add("--path", metavar="TEXT", help="A part of the path, or of the name of an operation.")
     add("--user", metavar="NAME", help="The user name, or the primary key of the user.")
-    add(
-        "--min-age",
-        type=int,
-        metavar="SECONDS",
-        help="Keys that were created at least this long ago.",
-    )
+    add("--min-age", type=int, metavar="SECONDS", help="Keys that are at least this old.")
     return parser
 
 
