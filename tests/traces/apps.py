@@ -29,4 +29,8 @@ class TracesConfig(AppConfig):
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(ToFile()))
         trace.set_tracer_provider(provider)
+        if "TEST_CELERY_SPANS" in os.environ:
+            from opentelemetry.instrumentation.celery import CeleryInstrumentor
+
+            CeleryInstrumentor().instrument()
         instrument()

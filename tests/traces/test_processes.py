@@ -16,7 +16,8 @@ from rides_demo.processes.process import Process
 from tests.kit.commands import environment
 from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.processes.queues import QUEUES, Queue, Tasks
+from tests.processes.queues import QUEUES, Celery, Queue, Tasks
+from tests.processes.service import JOB
 
 pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
@@ -50,6 +51,20 @@ class Spans:
     def command(self, line: str) -> None:
         """Run a command of Django."""
         assert self.run([sys.executable, "-m", "django", *line.split()]).returncode == 0
+
+    def run_job(self, queue: type[Queue], folder: Path) -> dict[str, Any]:
+        """Hand the staged job over, let a worker run it, and return its span."""
+        self.command("enqueue_jobs")
+        with Process(
+            "worker",
+            queue.worker,
+            environment=self.environment,
+            folder=settings.BASE_DIR,
+            output=folder / "worker.log",
+        ):
+            eventually(lambda: self.named("idempotency.job"), 60)
+        (job,) = self.named("idempotency.job")
+        return job
 
     def all(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
@@ -113,20 +128,26 @@ def test_a_killed_request_its_retries_and_its_job(
 
     phase = processes.named("idempotency.phase half_done")[-1]
     assert phase["parent_id"] == ids(takeover)[1]
-    processes.command("enqueue_jobs")
+    job = processes.run_job(queue, tmp_path)
     (batch,) = processes.named("idempotency.enqueue")
     assert (batch["parent_id"], links(batch)) == (None, [ids(phase)])
-    with Process(
-        "worker",
-        queue.worker,
-        environment=processes.environment,
-        folder=settings.BASE_DIR,
-        output=tmp_path / "worker.log",
-    ):
-        eventually(lambda: processes.named("idempotency.job"), 60)
-    (job,) = processes.named("idempotency.job")
     assert (job["context"]["trace_id"], job["parent_id"]) == ids(phase)
     assert Entry.objects.filter(name="job").count() == 1
+
+
+@pytest.mark.parametrize("processes", [Celery], indirect=True)
+def test_the_spans_of_the_instrumentor_of_celery_are_in_the_trace_of_the_job(
+    processes: Spans, broker: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mark").touch()  # Nothing is killed.
+    processes.environment["TEST_CELERY_SPANS"] = "1"
+    assert processes.call("view") == (0, [201, None])
+    job = processes.run_job(Celery, tmp_path)
+    (sent,), (run,) = map(processes.named, (f"apply_async/{JOB}", f"run/{JOB}"))
+    phase = processes.named("idempotency.phase half_done")[-1]
+    assert (sent["context"]["trace_id"], sent["parent_id"]) == ids(phase)
+    assert (run["context"]["trace_id"], run["parent_id"]) == ids(sent)
+    assert (job["context"]["trace_id"], job["parent_id"]) == ids(run)
 
 
 @pytest.mark.parametrize("kind", ["view", "operation"])
