@@ -23,13 +23,14 @@ from tests.kit.faulty_service import (
     problem,
     serving,
 )
+from tests.kit.printed import ROOT
 from tests.murphy.service import SLOW_SECONDS, Service
 
 pytestmark = pytest.mark.processes
 
 JSON = {"Content-Type": "application/json"}
 HOWTO = "call-from-a-client.md"
-FUNCTION = file_of(HOWTO, "shop/static/idempotent-fetch.js")
+FUNCTION = (ROOT / "examples" / "browser" / "idempotent-fetch.js").read_text()
 DEFINED = FUNCTION.replace(
     "export async function idempotentFetch", "globalThis.idempotentFetch = async function"
 )
@@ -278,15 +279,18 @@ def test_after_a_reload_the_operation_goes_on_with_its_key(
     assert kept(page) == []
 
 
-def served(path: str, kind: str) -> Callable[[Route], None]:
-    """Return what answers with a file of the guide."""
-    return lambda route: route.fulfill(body=file_of(HOWTO, path), content_type=kind)
+def served(body: str, kind: str) -> Callable[[Route], None]:
+    """Return what answers with a file."""
+    return lambda route: route.fulfill(body=body, content_type=kind)
 
 
 def test_the_page_of_the_guide_orders_once(service: FaultyService, page: Page) -> None:
-    page.route(f"{service.url}shop", served("shop/templates/shop.html", "text/html"))
-    for name in ("idempotent-fetch.js", "order.js"):
-        page.route(f"{service.url}static/{name}", served(f"shop/static/{name}", "text/javascript"))
+    html, script = (
+        file_of(HOWTO, path) for path in ("shop/templates/shop.html", "shop/static/order.js")
+    )
+    page.route(f"{service.url}shop", served(html, "text/html"))
+    for name, code in (("idempotent-fetch.js", FUNCTION), ("order.js", script)):
+        page.route(f"{service.url}static/{name}", served(code, "text/javascript"))
     service.script = [CUT_IN_BODY]
 
     page.reload()
