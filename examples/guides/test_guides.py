@@ -1,10 +1,13 @@
-"""The guides that need packages of this environment, followed as they are printed."""
+"""The guides that need packages of this environment: followed as printed, then tested."""
 
 from pathlib import Path
 
-from tests.kit.printed import ROOT, Project
+from tests.kit.printed import GUIDES, Project
 
 
 def test_the_guide_to_graphql_and_agents_can_be_followed(tmp_path: Path) -> None:
-    guide = ROOT / "docs" / "how-to" / "graphql-and-agents.md"
-    Project(tmp_path).follow(guide.read_text())
+    shop = Project(tmp_path)
+    shop.follow((GUIDES / "graphql-and-agents.md").read_text())
+    tests = Path(__file__).with_name("graphql_and_agents.py").read_text()
+    (tmp_path / "shop" / "tests.py").write_text(tests)
+    assert "Ran 3 tests" in shop.run("python manage.py test shop --verbosity 0")

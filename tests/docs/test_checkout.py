@@ -17,8 +17,7 @@ from django.db import connection
 from psycopg.sql import SQL, Identifier
 
 from rides_demo.processes.ports import free_port
-from tests.kit.examples import GUIDES
-from tests.kit.printed import Project, changed_lines
+from tests.kit.printed import GUIDES, Project, changed_lines
 from tests.kit.threads import at_once, in_background
 from tests.kit.waiting import eventually
 

@@ -38,7 +38,8 @@ from idempotency.phases import atomic_phase
 from idempotency.testing import Downstream, age, assert_survives
 from rides_demo.models import Ride
 from tests.factories import RideFactory, UserFactory
-from tests.kit.examples import GUIDES, file_of, serve_code, serve_page, shop_modules
+from tests.kit.examples import file_of, serve_code, serve_page, shop_modules
+from tests.kit.printed import GUIDES
 from tests.kit.threads import background
 from tests.models import Account, Entry
 
@@ -387,7 +388,7 @@ def test_the_page_names_the_client_that_signs_here() -> None:
 @pytest.fixture
 def consumers(shop: Callable[..., SimpleNamespace], page: Callable[..., ModuleType]) -> ModuleType:
     """Return the functions of the guide to consumers."""
-    shop(operations={"charge_order": None})
+    shop(operations={"place_order": None})
     return page("consume-messages.md")
 
 
@@ -579,6 +580,27 @@ def test_two_equal_payments_of_sqs_are_two(consumers: ModuleType) -> None:
     assert Entry.objects.count() == 2
 
 
+def test_a_message_with_a_result_gets_the_same_answer_twice(consumers: ModuleType) -> None:
+    operations: dict[str, Any] = {"__name__": "shop.operations"}
+    exec(file_of("consume-messages.md", "shop/operations.py"), operations)
+    consumers.place_order = operations["place_order"]
+    sent: list[Any] = []
+    channel = RabbitChannel()
+    channel.basic_publish = lambda *message: sent.append(message)  # type: ignore[attr-defined]
+    for tag, name in enumerate(["tea", "tea", "", ""]):
+        body = json.dumps({"event_id": f"of {name}", "name": name}).encode()
+        method, properties = (
+            SimpleNamespace(delivery_tag=tag),
+            SimpleNamespace(reply_to="answers"),
+        )
+        consumers.on_order(channel, method, properties, body)
+    order = {"order": Entry.objects.get().pk}
+    assert [json.loads(answer) for _, _, answer in sent] == [order] * 2 + [
+        {"refused": "nothing_ordered"}
+    ] * 2
+    assert channel.said == [("ack", None)] * 4
+
+
 # hand-the-key-on.md
 
 
@@ -682,14 +704,15 @@ def deploy(
 ) -> Callable[[str], SimpleNamespace]:
     """Return a function that puts the old or the new code of the page into service."""
     bank = Downstream("bank", {"id": "ch_1"}, key="idempotency_key")
-    post_office = SimpleNamespace(fails=False, keys=[])
+    carrier = SimpleNamespace(fails=False, keys=[])
 
-    def send_mail(idempotency_key: str) -> None:
-        post_office.keys.append(idempotency_key)
-        if post_office.fails:
+    def book_delivery(idempotency_key: str) -> None:
+        carrier.keys.append(idempotency_key)
+        if carrier.fails:
             raise ZeroDivisionError
 
-    shop(bank={"charge_card": bank, "send_mail": send_mail})
+    errors = {"CardDeclined": CardDeclined, "BankUnreachable": BankUnreachable}
+    shop(bank={"charge_card": bank, "book_delivery": book_delivery, **errors})
 
     def put_into_service(which: str) -> SimpleNamespace:
         view = file_of("deploy-a-change.md", "shop/views.py", {"old": 0, "new": 1}[which])
@@ -697,7 +720,7 @@ def deploy(
         module = serve_code(settings, view, *others)
         return SimpleNamespace(
             module=module,
-            post_office=post_office,
+            carrier=carrier,
             bank=bank,
             send=lambda: client.post("/orders/", ORDER, headers=KEY),
         )
@@ -707,9 +730,9 @@ def deploy(
 
 def test_a_key_that_the_old_code_does_not_know_waits_for_the_new_code(deploy: Any) -> None:
     new = deploy("new")
-    new.post_office.fails = True
+    new.carrier.fails = True
     assert new.send().status_code == 500
-    assert new.module.left_at("charged", "/orders/") == 1
+    assert new.module.left_at("receipt_staged", "/orders/") == 1
     refused = deploy("old").send()
     assert (refused.status_code, refused.json()["code"], "Retry-After" in refused) == (
         503,
@@ -718,16 +741,16 @@ def test_a_key_that_the_old_code_does_not_know_waits_for_the_new_code(deploy: An
     )
     assert IdempotencyKey.objects.get().stuck_code == "unknown_recovery_point"
     new = deploy("new")
-    new.post_office.fails = False
+    new.carrier.fails = False
     assert new.send().status_code == 201
     assert IdempotencyKey.objects.get().stuck_at is None
-    assert len(set(new.post_office.keys)) == 1
-    assert new.module.left_at("charged", "/orders/") == 0
+    assert len(set(new.carrier.keys)) == 1
+    assert new.module.left_at("receipt_staged", "/orders/") == 0
 
 
 def test_the_completer_of_the_new_code_takes_such_a_key_up_and_counts_no_try(deploy: Any) -> None:
     new = deploy("new")
-    new.post_office.fails = True
+    new.carrier.fails = True
     new.send()
     deploy("old").send()
     age(IdempotencyKey.objects.all(), seconds=400)
@@ -735,7 +758,7 @@ def test_the_completer_of_the_new_code_takes_such_a_key_up_and_counts_no_try(dep
     key = IdempotencyKey.objects.get()
     assert (key.stuck_code, key.completer_attempts) == ("unknown_recovery_point", 0)
     new = deploy("new")
-    new.post_office.fails = False
+    new.carrier.fails = False
     age(IdempotencyKey.objects.all(), seconds=400)
     assert complete_once().finished == 1
 
@@ -748,7 +771,7 @@ def test_a_key_that_the_old_code_began_goes_on_under_the_new(
     assert old.send().status_code == 500
     new = deploy("new")
     assert new.send().status_code == 201
-    assert Entry.objects.count() == len(new.post_office.keys) == 1
+    assert Entry.objects.count() == len(new.carrier.keys) == 1
 
 
 # do-without-a-key.md

@@ -22,8 +22,8 @@ from rides_demo.processes.ports import free_port
 from rides_demo.simulator import limits
 from tests.kit import debian, pgbouncer
 from tests.kit.celery_app import broker_url
-from tests.kit.examples import GUIDES, file_of
-from tests.kit.printed import ROOT, Command, Project, steps
+from tests.kit.examples import file_of
+from tests.kit.printed import GUIDES, ROOT, Command, Project, steps
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.processes

@@ -30,9 +30,9 @@ from idempotency.exceptions import NoOpenTransaction
 from idempotency.models import StagedJob
 from tests.factories import StagedJobFactory
 from tests.kit import jobs
-from tests.kit.examples import GUIDES, file_of, shop_modules
+from tests.kit.examples import file_of, shop_modules
 from tests.kit.pages import says
-from tests.kit.printed import Write, steps
+from tests.kit.printed import GUIDES, Write, steps
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

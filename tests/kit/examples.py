@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,8 @@ from django.test import Client
 from pytest_django import Settings
 
 from tests.factories import UserFactory
-from tests.kit.printed import lead, versions
+from tests.kit.printed import GUIDES, lead, versions
 from tests.models import Account, Entry
-
-GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
 
 
 def file_of(guide: str, path: str, version: int = -1) -> str:

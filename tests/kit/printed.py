@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "docs" / "how-to"
 #: Variables of the tests that a reader does not have.
 OURS = (
     "DJANGO_",
@@ -25,6 +26,8 @@ OURS = (
     "VIRTUAL_ENV",
     "PYTEST",
 )
+#: The sentence of a how-to guide that continues the project of another one.
+CONTINUES = re.compile(r"Start\s+from\s+the\s+project\s+of\s+\[[^]]+\]\(([\w-]+\.md)\)")
 INCLUDE = re.compile(r"^:::{include} (\S+)\n((?::.*\n)*):::$", re.M)
 LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./-]+)`:$")
 #: The mark of a block that is not part of the project.
@@ -79,12 +82,14 @@ Step = Write | Change | Command | Look
 
 
 def included(page: str) -> str:
-    """Return a how-to guide with the text of each file that it includes."""
+    """Return a how-to guide with the text of the guide that it continues, and of each file that it
+    includes."""
+    page = CONTINUES.sub(lambda found: f"\n{(GUIDES / found[1]).read_text()}\n", page)
     return INCLUDE.sub(_included, page)
 
 
 def _included(found: re.Match[str]) -> str:
-    text = (ROOT / "docs" / "how-to" / found[1]).read_text()
+    text = (GUIDES / found[1]).read_text()
     options = dict(re.findall(r"^:([\w-]+): (.*)$", found[2], re.M))
     text = text.partition(options["start-after"])[2]
     return text.partition(options["end-before"])[0] if "end-before" in options else text
