@@ -113,6 +113,57 @@ def test_without_scripts_a_person_presses_continue(
     expect(page.locator("#container")).to_contain_text("700 keys were acknowledged")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_pages_of_bulk_work_fit_and_keep_nobody_out(
+    service: Service,
+    night: Callable[[int], object],
+    visit: Callable[..., Visitor],
+    axe_script: str,
+    scheme: str,
+    width: int,
+) -> None:
+    """Each question, the preview of an answer, and work in progress, stopped and finished."""
+    service.processes["enqueuer"].kill()  # It would hand the jobs over.
+    service.rows(_FAILED_JOBS, (3,))
+    night(1_200)
+    visitor = visit(scheme, width)
+    page = visitor.page
+    page.route("**/continue.js", lambda route: route.abort())
+    found: list[str] = []
+
+    def look(name: str) -> None:
+        page.wait_for_load_state("networkidle")
+        visitor.shoot(f"admin-bulk-{name}")
+        found.extend(f"{name}: {each}" for each in visitor.barriers(axe_script, every=True))
+        if not visitor.fits():
+            found.append(f"{name} is wider than its window")
+
+    visitor.sign_in_to_admin(f"{KEYS}bulk/unacknowledge/?{_NIGHT}")
+    look("none")
+    for path in ("stagedjob/bulk/retry/", "stagedjob/bulk/discard/"):
+        visitor.go(f"/admin/idempotency/{path}?state=failed")
+        look(path.split("/")[-2])
+    visitor.go(f"{KEYS}bulk/answer/?{_NIGHT}&stuck_code=call_in_doubt")
+    page.get_by_label("Body:").fill('{"error": "no seat for {key.id}"}')
+    page.get_by_role("button", name="Preview").click()
+    look("preview")
+    for action, button in (("hand_back", "Hand back"), ("acknowledge", "Acknowledge")):
+        visitor.go(f"{KEYS}bulk/{action}/?{_NIGHT}")
+        look(action)
+        page.get_by_role("button", name=button).click()
+        look("begun")
+        if action == "hand_back":
+            page.get_by_role("button", name="Stop").click()
+            look("stopped")
+            continue
+        page.get_by_role("button", name="Continue").click()
+        look("going-on")
+    visitor.go(f"{KEYS}dashboard/")
+    look("dashboard")
+    assert found == []
+
+
 _FAILED_JOBS = """
     INSERT INTO idempotency_stagedjob (
         id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at
