@@ -2,5 +2,7 @@
 "use strict";
 const work = document.querySelector("form[data-idem-continue]");
 if (work) {
-  setTimeout(() => work.requestSubmit(work.querySelector("button[value=continue]")), Number(work.dataset.idemContinue));
+  const timer = setTimeout(() => work.requestSubmit(work.querySelector("button[value=continue]")), Number(work.dataset.idemContinue));
+  // The form must not replace the page that a person has chosen and that is still loading.
+  document.addEventListener("click", (event) => event.target.closest("a, button") && clearTimeout(timer));
 }
