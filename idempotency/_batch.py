@@ -12,10 +12,11 @@ from django.db.models.functions import Cast, Now
 from idempotency import backends, conf
 from idempotency._engine import limits
 from idempotency._engine.transactions import First
+from idempotency._groups import IN_TURN
 from idempotency._hidden import Hidden
 from idempotency.models import StagedJob
 
-#: The condition of jobs that are due.
+#: The condition of jobs that are due, if no earlier job of their group holds them.
 DUE = Q(failed_at__isnull=True, run_at__lte=Now())
 #: The arguments of the jobs of a batch, as JSON. A batch has at least one job, whatever its size.
 BATCH_BYTES = 16 * 1024 * 1024
@@ -48,7 +49,7 @@ class Batch:
 
 def due(alias: str) -> QuerySet[StagedJob]:
     """Return the jobs that are due, the oldest first."""
-    return StagedJob.objects.using(alias).filter(DUE).order_by("run_at", "pk")
+    return StagedJob.objects.using(alias).filter(DUE, IN_TURN).order_by("run_at", "pk")
 
 
 def first_statement() -> First:

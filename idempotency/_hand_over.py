@@ -12,9 +12,10 @@ import logging
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import log2
 from typing import Any
 
-from django.db import Error, connections, transaction
+from django.db import Error, InterfaceError, OperationalError, connections, transaction
 from django.utils.module_loading import import_string
 
 from idempotency import backends
@@ -26,14 +27,24 @@ from idempotency.backends import (
     Backend,
     BrokerUnavailable,
     HandOverResult,
+    NotOffered,
+    OfferAgain,
     OfferedSingly,
     Results,
+    TookEffect,
 )
+from idempotency.inbox import jobs_done
 from idempotency.jobs import backend_path, not_allowed
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
+#: The wait before a job of a group is handed over again, if its backend has no
+#: ``follow_up_seconds``. It doubles with each hand-over; ten hand-overs take a week.
+GROUP_FOLLOW_UP_SECONDS = 600
+#: The inbox is checked for the effect of a job of a group after 1 s, 2 s, 4 s and so on, and then
+#: after each such time.
+LONGEST_CHECK_SECONDS = 30
 #: The backends of this process by their paths.
 _built: dict[str, Backend] = {}
 
@@ -94,6 +105,8 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
         except FAILURES as error:
             batch.results |= dict.fromkeys((job.pk for job in jobs), error)
             return
+        batch.results |= _before(backend, jobs)
+        jobs = [job for job in jobs if job.pk not in batch.results]
         by_name = getattr(backend, "runs_functions", False)
         batch.results |= not_allowed([job for job in jobs if by_name or job.operation])
         jobs = [job for job in jobs if job.pk not in batch.results]
@@ -101,13 +114,48 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
             batch.offered += jobs
             lasting = not getattr(backend, "uses_database", True)
             try:
-                results = _results(backend, queue, jobs)
+                results = _until_effect(backend, jobs, _results(backend, queue, jobs))
             except TransactionBroken as broken:
+                broken.results = _until_effect(backend, jobs, broken.results)
                 _keep(broken, batch, lasting)
                 raise
             batch.results |= results
             if lasting:
                 batch.lasting |= results
+
+
+def _before(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
+    """Return the results of those jobs of groups that were handed over before and are not handed
+    over again now: they took effect, their follow-up is later, or they are out of attempts."""
+    grouped = [job for job in jobs if job.group]
+    try:
+        results: Results = dict.fromkeys(jobs_done(grouped), TookEffect())
+    except (OperationalError, InterfaceError) as error:
+        unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
+        return dict.fromkeys((job.pk for job in grouped), unread)
+    for job in grouped:
+        if job.pk in results or job.handed_over_at is None:
+            continue
+        passed = (job.run_at - job.handed_over_at).total_seconds()
+        if passed < _follow_up_seconds(backend) * 2 ** (job.hand_overs - 1):
+            wait = 2 ** int(log2(max(1, passed)))
+            results[job.pk] = NotOffered(min(wait, LONGEST_CHECK_SECONDS))
+        elif job.hand_overs >= backends.MAX_ATTEMPTS:
+            results[job.pk] = backends.NoEffect()
+    return results
+
+
+def _follow_up_seconds(backend: Backend) -> float:
+    return getattr(backend, "follow_up_seconds", None) or GROUP_FOLLOW_UP_SECONDS
+
+
+def _until_effect(backend: Backend, jobs: Sequence[StagedJob], results: Results) -> Results:
+    """Return the results with those jobs of groups staged that the broker took, if the inbox tells
+    when they took effect. Otherwise the hand-over counts as the effect."""
+    if not getattr(backend, "uses_inbox", False):
+        return results
+    taken = [job.pk for job in jobs if job.group and results.get(job.pk, job) is None]
+    return results | dict.fromkeys(taken, OfferAgain(_follow_up_seconds(backend)))
 
 
 def _keep(broken: TransactionBroken, batch: Batch, lasting: bool) -> None:

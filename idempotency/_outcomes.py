@@ -79,7 +79,8 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
     counts: Counter[str] = Counter()
     taken: list[StagedJob] = []
     refused: list[tuple[StagedJob, BaseException]] = []
-    later: dict[float, list[StagedJob]] = defaultdict(list)
+    later: dict[tuple[float, bool], list[StagedJob]] = defaultdict(list)
+    without_effect: dict[float, list[StagedJob]] = defaultdict(list)
     for job, result in outcomes:
         match result:
             case None:
@@ -88,20 +89,24 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
             case TookEffect():
                 taken.append(job)
             case OfferAgain(seconds):
-                later[seconds].append(job)
+                # The first check for the effect of a job of a group is a second later.
+                later[1 if job.group else seconds, bool(job.group)].append(job)
                 counts["handed_over"] += 1
-            case NotOffered() | BrokerUnavailable():
+            case NotOffered(0) | BrokerUnavailable():
                 pass  # It is still due.
+            case NotOffered(seconds):
+                without_effect[seconds].append(job)
             case Refusal(error):
                 refused.append((job, error))
             case error:
                 refused.append((job, error))
     refused += _delete(alias, taken, deadline)
-    for seconds, jobs in later.items():
-        due_at = Now() + timedelta(seconds=seconds)
-        _update(
-            alias, jobs, hand_overs=F("hand_overs") + 1, refusals=0, last_error="", run_at=due_at
-        )
+    for (seconds, of_group), jobs in later.items():
+        again: dict[str, Any] = {"handed_over_at": Now()} if of_group else {}
+        again |= {"hand_overs": F("hand_overs") + 1, "refusals": 0, "last_error": ""}
+        _update(alias, jobs, **again, run_at=Now() + timedelta(seconds=seconds))
+    for seconds, jobs in without_effect.items():
+        _update(alias, jobs, run_at=Now() + timedelta(seconds=seconds))
     return counts + _refuse(alias, refused, log)
 
 

@@ -111,6 +111,24 @@ class StagedJob(models.Model):
         blank=True,
         help_text=_("The W3C trace context in which it was staged."),
     )
+    group = models.CharField(
+        _("group"),
+        max_length=200,
+        null=True,
+        blank=True,
+        help_text=_(
+            "The jobs of a group take effect one at a time, in the order of their commits."
+        ),
+    )
+    group_position = models.PositiveBigIntegerField(
+        _("position in the group"), null=True, blank=True
+    )
+    handed_over_at = models.DateTimeField(
+        _("handed over at"),
+        null=True,
+        blank=True,
+        help_text=_("Time of the last hand-over, for a job of a group without effect."),
+    )
     # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under
     # SERIALIZABLE the check of a constraint would cause conflicts between phases of different keys
     # that stage a job and finish.
@@ -134,6 +152,17 @@ class StagedJob(models.Model):
         constraints = [
             models.CheckConstraint(
                 condition=~Q(job_name="") & ~Q(queue=""), name="idempotency_job_not_empty"
+            ),
+            models.CheckConstraint(
+                condition=Q(group__isnull=True, group_position__isnull=True)
+                | Q(group__isnull=False, group_position__isnull=False) & ~Q(group=""),
+                name="idempotency_job_position_in_group",
+            ),
+            # The enqueuer finds earlier jobs of a group by its index, which has no other jobs.
+            models.UniqueConstraint(
+                fields=["group", "group_position"],
+                name="idempotency_job_group_unique",
+                condition=Q(group__isnull=False),
             ),
         ]
         indexes = [

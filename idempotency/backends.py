@@ -19,7 +19,7 @@ from idempotency._async import awaited, in_own_context
 from idempotency._boundary import TransactionBroken, drop_broken_connections, transaction_is_broken
 from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
-from idempotency.inbox import STAGED_JOBS, took_effect
+from idempotency.inbox import jobs_done
 from idempotency.jobs import refuse_generator
 from idempotency.models import StagedJob
 
@@ -85,8 +85,10 @@ class TookEffect:
 
 @dataclass(frozen=True, slots=True)
 class NotOffered:
-    """The job was not offered to the broker, because the time of the batch was up. It stays due,
-    for the next batch."""
+    """The job was not offered to the broker. It stays due for the next batch, because the time of
+    this one was up; or, if a job of a group waits for its effect, it is due after ``seconds``."""
+
+    seconds: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ class Backend(Protocol):
     A class with ``uses_database = False`` declares that its hand-over writes to no Django database.
     If the transaction of the enqueuer is lost after the hand-over, the results of such a class are
     kept. For any other class, the jobs are handed over again.
+
+    A class with ``uses_inbox = True`` declares that its workers run jobs in ``process_once``. A job
+    of a group then waits until the inbox has the job before; otherwise, until the broker has it.
     """
 
     def hand_over(
@@ -224,13 +229,9 @@ class OneByOne:
         exception of ``hand_over_one()`` refuses its job; BrokerUnavailable does so only if the
         broker takes another job."""
         results: Results = {}
-        # A retried job has no hand-overs, but keeps its last error.
-        again = [str(job.pk) for job in jobs if job.hand_overs or job.last_error]
-        if again and self.follow_up_seconds:
+        if self.follow_up_seconds:
             try:
-                with transaction.atomic(using=(alias := jobs[0]._state.db)):
-                    done = took_effect(STAGED_JOBS, again, using=alias)
-                results |= {UUID(job_id): TookEffect() for job_id in done}
+                results = dict.fromkeys(jobs_done(jobs), TookEffect())
             except (OperationalError, InterfaceError) as error:
                 # No job is the cause, so no job is refused.
                 unread = BrokerUnavailable(f"The inbox cannot be read: {error}")

@@ -18,6 +18,7 @@ from django.db.models.functions import Now
 from idempotency._batch import DUE, Batch, due, first_statement, read, seconds_of_batch
 from idempotency._engine import replication
 from idempotency._engine.transactions import durable_transaction
+from idempotency._groups import IN_TURN
 from idempotency._hand_over import hand_over
 from idempotency._outcomes import Log, was_handed_over, write, write_after_rollback, write_left
 from idempotency.backends import BrokerUnavailable, TookEffect
@@ -99,8 +100,8 @@ def backlog(*, using: str | None = None) -> Backlog:
     either no enqueuer runs, or a broker is unavailable.
     """
     counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(
-        oldest=Max(Now() - F("run_at"), filter=DUE),
-        due=Count("pk", filter=DUE),
+        oldest=Max(Now() - F("run_at"), filter=DUE & IN_TURN),
+        due=Count("pk", filter=DUE & IN_TURN),
         failed=Count("pk", filter=Q(failed_at__isnull=False)),
     )
     return Backlog(

@@ -5,7 +5,7 @@ is no row, so the next delivery repeats the work.
 """
 
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 from django.db import (
@@ -31,7 +31,7 @@ from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_w
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import MARKER
 from idempotency.exceptions import MessageInProgress
-from idempotency.models import ProcessedMessage
+from idempotency.models import ProcessedMessage, StagedJob
 
 #: The time for which a delivery waits for another one of the same message. Senders of webhooks wait
 #: longer.
@@ -127,6 +127,18 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
     if found := set(messages.values_list("message_id", flat=True)):
         replication.confirm(alias)
     return found
+
+
+def jobs_done(jobs: Sequence[StagedJob]) -> set[uuid.UUID]:
+    """Return the ids of those jobs that were handed over before and took effect.
+
+    On an error of the database the open transaction is not broken."""
+    # A retried job has no hand-overs, but keeps its last error.
+    again = {str(job.pk): job.pk for job in jobs if job.hand_overs or job.last_error}
+    if not again:
+        return set()
+    with transaction.atomic(using=(alias := jobs[0]._state.db)):
+        return {again[job_id] for job_id in took_effect(STAGED_JOBS, again, using=alias)}
 
 
 def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> None:

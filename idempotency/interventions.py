@@ -189,7 +189,8 @@ def unacknowledge(
 def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:
     """Make failed jobs due again, with new counts of hand-overs and refusals; return their number.
     None means all."""
-    return _failed(ids, using).update(failed_at=None, hand_overs=0, refusals=0, run_at=Now())
+    fresh = {"hand_overs": 0, "refusals": 0, "run_at": Now(), "handed_over_at": None}
+    return _failed(ids, using).update(failed_at=None, **fresh)
 
 
 def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:

@@ -22,6 +22,7 @@ from django.utils.module_loading import import_string
 from idempotency import conf
 from idempotency._async import FAILURES, awaited
 from idempotency._engine.phased_run import current_key
+from idempotency._groups import next_position
 from idempotency._hidden import Arguments, Hidden
 from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text, storable_json
@@ -43,6 +44,7 @@ def stage_job(
     *,
     queue: str = "default",
     run_at: datetime | None = None,
+    group: str | None = None,
     using: str | None = None,
 ) -> StagedJob:
     """Insert a job in the open transaction and return it. It is handed to the broker only after
@@ -51,19 +53,23 @@ def stage_job(
     - ``name``: the dotted path of the function.
     - ``args``: JSON; a dict becomes keyword arguments, a list positional arguments.
     - ``run_at``: the job is not handed over before this time.
+    - ``group``: the jobs of a group take effect one at a time, in the order of their commits. Until
+      the open transaction ends, other transactions that stage a job of this group wait for it.
     - ``using``: the database of the row. By default it is the database of the current request's
       key, or else the one that the router chooses.
 
     On an exception nothing was written.
     Raises NoOpenTransaction outside a transaction.
     Raises TypeError if an argument is not JSON.
-    Raises ValueError for an invalid name, queue or time, or if the arguments are longer than
+    Raises ValueError for an invalid name, queue, group or time, or if the arguments are longer than
     MAX_JOB_BYTES.
     Raises JobNotAllowed, a ValueError, if the queue runs functions and JOB_MODULES does not permit
     this function.
     """
     _refuse_path(name)
-    _refuse_queue(queue)
+    _refuse_label("queue", queue)
+    if group is not None:
+        _refuse_label("group", group)
     given: Hidden[JobArgs] = Hidden({} if args is None else args)
     # Errors are raised, and code of the project runs below: the module of the job, and receivers of
     # signals.
@@ -83,6 +89,8 @@ def stage_job(
     job = StagedJob(job_name=name, job_args=given.value, queue=queue, idempotency_key_id=key_id)
     if run_at is not None:
         job.run_at = run_at
+    if group is not None:
+        job.group, job.group_position = group, next_position(group, using=alias)
     job.save(using=alias, force_insert=True)
     return job
 
@@ -93,10 +101,13 @@ async def astage_job(
     *,
     queue: str = "default",
     run_at: datetime | None = None,
+    group: str | None = None,
     using: str | None = None,
 ) -> StagedJob:
     """Insert a job as ``stage_job`` does, from an async view."""
-    staging = sync_to_async(stage_job)(name, args, queue=queue, run_at=run_at, using=using)
+    staging = sync_to_async(stage_job)(
+        name, args, queue=queue, run_at=run_at, group=group, using=using
+    )
     del args
     return await staging
 
@@ -246,11 +257,11 @@ def _refuse_path(name: str) -> None:
         )
 
 
-def _refuse_queue(queue: str) -> None:
-    width = StagedJob._meta.get_field("queue").max_length or 0
-    if not isinstance(queue, str) or not 0 < len(queue) <= width or "\0" in queue:
+def _refuse_label(field: str, name: str) -> None:
+    width = getattr(StagedJob._meta.get_field(field), "max_length", 0)
+    if not isinstance(name, str) or not 0 < len(name) <= width or "\0" in name:
         raise ValueError(
-            f"The name of a queue must be a string of 1 to {width} characters, not {queue!r}."
+            f"The name of a {field} must be a string of 1 to {width} characters, not {name!r}."
         )
 
 

@@ -22,6 +22,7 @@ from django.utils.translation import gettext_noop
 from idempotency import conf
 from idempotency._bulk_records import BulkRow as BulkRow
 from idempotency._bulk_records import BulkWork as BulkWork
+from idempotency._groups import JobGroup as JobGroup
 from idempotency._records import Dashboard as Dashboard
 from idempotency._records import DownstreamCall as DownstreamCall
 from idempotency._records import ProcessedMessage as ProcessedMessage

@@ -27,6 +27,7 @@ from idempotency._engine.aliases import fields_elsewhere
 from idempotency._engine.errors import sqlstate_of
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import durable_transaction
+from idempotency._groups import delete_unused_groups
 from idempotency._states import held
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
@@ -87,13 +88,13 @@ def reap_once(
     """Delete expired rows and settle overdue keys. Several reapers may run concurrently.
 
     Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and
-    refused keys after the retention, messages of the inbox after 30 days, and counts of requests
-    and bulk work after 8 days. It keeps the message of a job that is still staged, and deletes a
-    failed job that took effect later. The ``on_delete`` action of each foreign key to
-    IdempotencyKey is applied. A key that cannot be deleted is kept, for example because a row or a
-    trigger of the project protects it; the reason is logged. If time limits prevent the deletion
-    of a whole batch, another transaction probably locks a table: the pass ends, and the next pass
-    deletes the later keys.
+    refused keys after the retention, messages of the inbox after 30 days, counts of requests and
+    bulk work after 8 days, and groups without jobs after a day. It keeps the message of a job that
+    is still staged, and deletes a failed job that took effect later. The ``on_delete`` action of
+    each foreign key to IdempotencyKey is applied. A key that cannot be deleted is kept, for example
+    because a row or a trigger protects it; the reason is logged. If time limits prevent the
+    deletion of a whole batch, another transaction probably locks a table: the pass ends, and the
+    next pass deletes the later keys.
 
     Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their
     creation or from the last hand-back. If no run holds an overdue key, ``on_abandon`` of its view
@@ -130,13 +131,12 @@ def reap_once(
         progress(ReapPass(**counts))
         if not batch.keys() & {"settled", "stuck"}:
             _rest(min(RESTS_FOR_A_BATCH * took, _LONGEST_REST_SECONDS), stop, alias)
-    if not stop():
-        # At most some thirty rows a minute: one statement deletes them.
-        TrafficCount.objects.using(alias).filter(
-            minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES
-        ).delete()
+    if not stop():  # At most some thirty rows a minute: one statement deletes them.
+        minute = time.time() // 60 - TRAFFIC_RETENTION_MINUTES
+        TrafficCount.objects.using(alias).filter(minute__lt=minute).delete()
         old = Q(finished_at__lt=(at := Now() - BULK_WORK_RETENTION)) | Q(stopped_at__lt=at)
         BulkWork.objects.using(alias).filter(old).delete()
+        delete_unused_groups(alias)
     return ReapPass(**counts)
 
 

@@ -71,6 +71,7 @@ NOTES = {
     "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",
     "IdempotencyKey.last_error": "The error of the last run that failed.",
     "StagedJob.id": "Ordered by time; also the id of the job in the broker.",
+    "StagedJob.group_position": "The order within the group.",
     "StagedJob.last_error": "The error of the last hand-over that was refused.",
     "StagedJob.idempotency_key": "The request that staged it.",
     "DownstreamCall.key": "The request that made it.",

@@ -58,7 +58,7 @@ class Discard(_OfJobs):
     name, label, permission = "discard", _("Discard failed jobs for good"), "discard_stagedjob"
     explanation = _(
         "These jobs are deleted. They never run, even if a queue still has a message for one of"
-        " them."
+        " them. A group continues with its next job."
     )
     done = ngettext_lazy("%(count)s job was discarded.", "%(count)s jobs were discarded.", "count")
     logged, flag = "Discarded.", DELETION

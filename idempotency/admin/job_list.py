@@ -4,13 +4,14 @@ from typing import Any
 from uuid import UUID
 
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Case, QuerySet, When
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from idempotency._groups import HELD
 from idempotency._operations.definition import scope_of
 from idempotency._text import duration
 from idempotency.admin.bodies import body, log_looks, may_view_bodies
@@ -25,13 +26,15 @@ from idempotency.templatetags.idempotency_admin import ago
 
 
 class JobStateFilter(admin.SimpleListFilter):
-    """Waiting jobs, failed jobs, and those of the waiting jobs that are not due yet."""
+    """Waiting jobs, failed jobs, and those of the waiting jobs that are not due yet or are held by
+    an earlier job of their group."""
 
     title = _("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [("waiting", _("waiting")), ("failed", _("failed")), ("later", _("not due yet"))]
+        waiting = ("waiting", _("waiting")), ("held", _("held by their group"))
+        return [*waiting, ("failed", _("failed")), ("later", _("not due yet"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         match self.value():
@@ -39,6 +42,8 @@ class JobStateFilter(admin.SimpleListFilter):
                 return queryset.filter(failed_at__isnull=True)
             case "failed":
                 return queryset.filter(failed_at__isnull=False)
+            case "held":
+                return queryset.filter(HELD, failed_at__isnull=True)
             case "later":
                 return queryset.filter(failed_at__isnull=True, run_at__gt=Now())
         return queryset
@@ -61,6 +66,11 @@ class QueueFilter(TextFilter):
     parameter_name = "queue"
 
 
+class GroupFilter(TextFilter):
+    title = _("group")
+    parameter_name = "group"
+
+
 @admin.register(StagedJob)
 class StagedJobAdmin(BulkAdmin):
     """Jobs that wait for the enqueuer, jobs that were handed over and have no effect yet, and
@@ -73,9 +83,17 @@ class StagedJobAdmin(BulkAdmin):
         "refusals",
         "error_line",
         "queue_link",
+        "group_link",
         "key",
     )
-    list_filter = (JobStateFilter, DueFilter, JobNameFilter, QueueFilter, JobErrorGroupFilter)
+    list_filter = (
+        JobStateFilter,
+        DueFilter,
+        JobNameFilter,
+        QueueFilter,
+        GroupFilter,
+        JobErrorGroupFilter,
+    )
     bulk = (Retry(), Discard())
     ordering = ("-id",)
     search_fields = ("id",)
@@ -84,20 +102,25 @@ class StagedJobAdmin(BulkAdmin):
         "label",
         "arguments",
         "queue",
+        "group_link",
+        "group_position",
         "state",
         "hand_overs",
         "refusals",
         "error",
         "created_at",
         "run_at",
+        "handed_over_at",
         "failed_at",
         "key",
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Return the jobs, with the time of the database as ``read_at``."""
+        """Return the jobs, with the time of the database as ``read_at``, and with ``held``: whether
+        the group has an earlier job."""
         jobs: QuerySet[Any] = super().get_queryset(request)
-        annotated: QuerySet[Any] = jobs.annotate(read_at=Now())
+        held = Case(When(HELD, then=True), default=False)
+        annotated: QuerySet[Any] = jobs.annotate(read_at=Now(), held=held)
         return annotated
 
     def get_search_results(
@@ -135,12 +158,14 @@ class StagedJobAdmin(BulkAdmin):
 
     @admin.display(description=_("state"))
     def state(self, job: Any) -> str:
-        """Return whether the job has failed, is due or is not due yet, and the time since or until
-        then."""
+        """Return whether the job has failed, is held by its group, is due or is not due yet, and
+        the time since or until then."""
         if job.failed_at is not None:
             return gettext("failed %(ago)s") % {
                 "ago": ago((job.read_at - job.failed_at).total_seconds())
             }
+        if job.held:
+            return gettext("waits for an earlier job of its group")
         waited = (job.read_at - job.run_at).total_seconds()
         if waited < 0:
             return gettext("due in %(duration)s") % {"duration": duration(-waited)}
@@ -193,6 +218,10 @@ class StagedJobAdmin(BulkAdmin):
     @admin.display(description=_("queue"))
     def queue_link(self, job: StagedJob) -> str:
         return filter_link(job.queue, queue=job.queue)
+
+    @admin.display(description=_("group"))
+    def group_link(self, job: StagedJob) -> str:
+        return filter_link(job.group, group=job.group) if job.group else ""
 
     @admin.display(description=_("last error"))
     def error(self, job: StagedJob) -> str:

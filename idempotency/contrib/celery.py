@@ -203,6 +203,7 @@ class CeleryBackend(OneByOne):
     #: the waits after them take a week.
     follow_up_seconds: float | None = 600
     uses_database = False
+    uses_inbox = True
 
     def __init__(self) -> None:
         self.app: Celery = current_app._get_current_object()

@@ -56,6 +56,7 @@ class KafkaBackend(OneByOne):
 
     runs_functions = True
     uses_database = False
+    uses_inbox = True
     #: A consumer does not retry: a failed job is handed over again after waits that double. Ten
     #: hand-overs take 8.5 hours.
     follow_up_seconds: float | None = 30

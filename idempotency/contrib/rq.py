@@ -73,6 +73,7 @@ class RQBackend:
 
     runs_functions = True
     uses_database = False
+    uses_inbox = True
     retry: Retry = RETRIES["retry"]
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:

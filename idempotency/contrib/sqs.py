@@ -40,6 +40,7 @@ class SQSBackend(OneByOne):
 
     runs_functions = True
     uses_database = False
+    uses_inbox = True
     #: SQS deletes a message at the end of the retention of its queue, by default after four days.
     #: Ten hand-overs take a week.
     follow_up_seconds: float | None = 600

@@ -42,6 +42,7 @@ class TasksBackend(OneByOne):
     """
 
     runs_functions = True
+    uses_inbox = True
     #: Django Tasks does not retry, and a task of a killed worker stays "running". Ten hand-overs
     #: take 8.5 hours.
     follow_up_seconds: float | None = 30

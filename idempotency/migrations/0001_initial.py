@@ -149,6 +149,9 @@ class Migration(migrations.Migration):
                 ('failed_at', models.DateTimeField(blank=True, help_text='Time at which the job failed for good. It needs manual review.', null=True, verbose_name='failed at')),
                 ('last_error', models.TextField(blank=True, default='', verbose_name='last error')),
                 ('traceparent', models.CharField(blank=True, help_text='The W3C trace context in which it was staged.', max_length=55, null=True, verbose_name='traceparent')),
+                ('group', models.CharField(blank=True, help_text='The jobs of a group take effect one at a time, in the order of their commits.', max_length=200, null=True, verbose_name='group')),
+                ('group_position', models.PositiveBigIntegerField(blank=True, null=True, verbose_name='position in the group')),
+                ('handed_over_at', models.DateTimeField(blank=True, help_text='Time of the last hand-over, for a job of a group without effect.', null=True, verbose_name='handed over at')),
                 ('idempotency_key', models.ForeignKey(blank=True, db_constraint=False, null=True, on_delete=django.db.models.deletion.SET_NULL, related_name='staged_jobs', to='idempotency.idempotencykey', verbose_name='idempotency key')),
             ],
             options={
@@ -216,6 +219,27 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='stagedjob',
             constraint=models.CheckConstraint(condition=models.Q(models.Q(('job_name', ''), _negated=True), models.Q(('queue', ''), _negated=True)), name='idempotency_job_not_empty'),
+        ),
+        migrations.AddConstraint(
+            model_name='stagedjob',
+            constraint=models.CheckConstraint(condition=models.Q(models.Q(('group__isnull', True), ('group_position__isnull', True)), models.Q(('group__isnull', False), ('group_position__isnull', False), models.Q(('group', ''), _negated=True)), _connector='OR'), name='idempotency_job_position_in_group'),
+        ),
+        migrations.AddConstraint(
+            model_name='stagedjob',
+            constraint=models.UniqueConstraint(condition=models.Q(('group__isnull', False)), fields=('group', 'group_position'), name='idempotency_job_group_unique'),
+        ),
+        migrations.CreateModel(
+            name='JobGroup',
+            fields=[
+                ('name', models.CharField(max_length=200, primary_key=True, serialize=False, verbose_name='name')),
+                ('position', models.PositiveBigIntegerField(verbose_name='last position')),
+                ('used_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), help_text='Time at which a job was staged last.', verbose_name='used at')),
+            ],
+            options={
+                'verbose_name': 'group of staged jobs',
+                'verbose_name_plural': 'groups of staged jobs',
+                'default_permissions': (),
+            },
         ),
         migrations.CreateModel(
             name='TrafficCount',

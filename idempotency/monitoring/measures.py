@@ -2,8 +2,8 @@
 
 The database counts, so each number is exact. A count of keys reads the rows of one partial index,
 and a count of waiting jobs may read the whole table of jobs. The cost depends on the numbers of
-unfinished keys and of staged jobs, and not on the number of
-finished keys. Ages and lags are seconds.
+unfinished keys and of staged jobs, and not on the number of finished keys. Ages and
+lags are seconds.
 """
 
 from collections import Counter
@@ -15,6 +15,7 @@ from typing import Any
 from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Min, Q, Value, When
 from django.db.models.functions import Now
 
+from idempotency._groups import IN_TURN
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
 from idempotency.backends import NotDeleted
 from idempotency.exceptions import StuckCode
@@ -149,7 +150,7 @@ def keys_to_reap(using: str, late_seconds: int) -> int:
 def staged_jobs(jobs: Any) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
     is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
-    waiting = jobs.filter(failed_at__isnull=True).annotate(span=_span("run_at"))
+    waiting = jobs.filter(IN_TURN, failed_at__isnull=True).annotate(span=_span("run_at"))
     age, kept = Now() - Min("run_at"), Count("pk", filter=is_not_deleted)
     rows = list(counted(waiting, "span", age=age, kept=kept))
     spans = _totals((row.span, row.number) for row in rows)

@@ -21,7 +21,7 @@ from idempotency.admin.form_filters import DAYS, FROM, TO, CreatedFilter, range_
 from idempotency.admin.keys import SAVED_VIEWS
 from idempotency.admin.reading import AtLeast
 from idempotency.interventions import acknowledge
-from idempotency.models import IdempotencyKey
+from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.templatetags.idempotency_admin import grouped
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.admin import KEYS, listed, person, pks
@@ -127,6 +127,21 @@ def test_failed_jobs_are_filtered_by_the_group_of_their_error(staff: Client) -> 
     StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: 1")
     StagedJobFactory(last_error="OSError: no route to 10.0.0.1")
     assert listed(staff, {"error_group": "OSError: no route to #.#.#.#"}, JOBS) == pks(job)
+
+
+def test_a_group_is_listed_with_the_job_that_holds_it(staff: Client) -> None:
+    head, held = (
+        StagedJobFactory(group="account:7", group_position=position) for position in (3, 4)
+    )
+    StagedJobFactory(group="other", group_position=1)
+    StagedJobFactory()
+    StagedJob.objects.filter(pk=head.pk).update(failed_at=timezone.now())
+    assert listed(staff, {"group": "account:7"}, JOBS) == pks(held, head)
+    assert listed(staff, {"state": "held"}, JOBS) == pks(held)
+    page = staff.get(JOBS, {"state": "held"}).text
+    assert "waits for an earlier job of its group" in page
+    assert 'href="?group=account%3A7"' in page
+    assert "account:7" in staff.get(f"{JOBS}{held.pk}/change/").text
 
 
 @pytest.mark.parametrize(

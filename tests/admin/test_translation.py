@@ -228,6 +228,8 @@ def rows(db: None) -> None:
         {"run_at": ago(minutes=7)},
         {"run_at": ago(hours=-1)},
         {"failed_at": ago(minutes=2), "last_error": "ERROR"},
+        {"group": "GROUP", "group_position": 1},
+        {"group": "GROUP", "group_position": 2},
     ):
         StagedJobFactory(**changes)
     DownstreamCall.objects.create(

@@ -14,10 +14,10 @@ MODULES = sorted(path for path in APP.rglob("*.py") if "migrations" not in path.
 #: The lines of code and the tokens of a part. If a new promise needs more, say which one in the
 #: commit that raises a figure; if code goes, lower the figure.
 BUDGETS = {
-    "engine": (5631, 40656),
+    "engine": (5660, 40850),
     "http": (2473, 19818),
     "operations": (851, 6529),
-    "jobs": (779, 5756),
+    "jobs": (872, 6635),
 }
 #: How much a part may grow beyond its figure before a commit must raise it.
 TOLERANCE = 1.02
@@ -25,7 +25,7 @@ TOLERANCE = 1.02
 PARTS = {
     "http": ("_http", "decorators", "scopes", "http"),
     "operations": ("operations", "_operations"),
-    "jobs": ("jobs", "inbox", "backends", "enqueuer", "_hand_over", "_prompt"),
+    "jobs": ("jobs", "inbox", "backends", "enqueuer", "_hand_over", "_prompt", "_groups"),
     "beside": (
         "admin",
         "contrib",

@@ -17,6 +17,7 @@ from idempotency.phases import atomic_phase
 from tests.models import Entry
 
 JOB = "tests.processes.service.leave_entry"
+NEXT_JOB = "tests.processes.service.leave_next"
 #: Every so many requests is one that only a person can settle.
 HOPELESS = 50
 
@@ -29,6 +30,12 @@ def take_time() -> None:
 def leave_entry(name: str) -> None:
     """Leave a row, so that runs can be counted: nothing keeps a second one out."""
     Entry.objects.create(name=name)
+
+
+def leave_next(group: int, number: int) -> None:
+    """Leave a row with the number of the jobs of the group that took effect before."""
+    before = Entry.objects.filter(name__startswith=f"group {group}:").count()
+    leave_entry(f"group {group}: {number} after {before}")
 
 
 @idempotent(recovery_points=["half_done"])

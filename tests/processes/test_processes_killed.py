@@ -7,12 +7,15 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 import redis
 from django.conf import settings
-from django.db import connection
+from django.db import connection, transaction
+from django.test import override_settings
 
+from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.process import Process
@@ -23,13 +26,14 @@ from tests.kit.commands import FAILING, RECOVERED, environment, run
 from tests.kit.waiting import eventually
 from tests.models import Entry
 from tests.processes.queues import QUEUES, Celery, Rq
-from tests.processes.service import HOPELESS, JOB
+from tests.processes.service import HOPELESS, JOB, NEXT_JOB
 
 pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
 SETTINGS = "tests.processes.settings"
 COMMANDS = {
     "enqueuer": "enqueue_jobs --loop --interval 0.1 --batch-size 25",
+    "second enqueuer": "enqueue_jobs --loop --interval 0.1 --batch-size 25",
     "completer": "complete_keys --loop --interval 0.2 --batch-size 20 --concurrency 3",
     "reaper": "reap_keys --loop --interval 0.2 --batch-size 2",
     "all three": (
@@ -39,6 +43,7 @@ COMMANDS = {
 LOOPS = ["complete_keys", "enqueue_jobs", "reap_keys"]
 KILLS = 24
 JOBS, KEYS, EXPIRED = 2000, 500, 300
+GROUPS, JOBS_OF_GROUP = 1000, 2
 END_SECONDS = 1200
 
 
@@ -170,6 +175,34 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
             f"{effect} of {number}" for number in finished
         }
     assert {f"first phase of {number}" for number in finished} <= set(done)
+    assert queue.given_up(broker) == 0
+
+
+@pytest.mark.parametrize("queue", [Rq], indirect=True)
+@override_settings(IDEMPOTENCY={"JOB_MODULES": ["tests.processes.service"]})
+def test_groups_keep_their_order_while_every_process_is_killed(queue, broker, tmp_path):
+    drawn = chance()
+    staged = [(group, number) for number in range(JOBS_OF_GROUP) for group in range(GROUPS)]
+    ends = [len(staged) * kill // KILLS for kill in range(KILLS + 1)]
+
+    def left():
+        return StagedJob.objects.count(), queue.left(broker), Entry.objects.count()
+
+    with ExitStack() as stack:
+        processes = Processes(stack, tmp_path, queue, "enqueuer", "second enqueuer", "worker")
+        for begin, end in pairwise(ends):
+            with transaction.atomic():
+                for group, number in staged[begin:end]:
+                    job = {"group": group, "number": number}
+                    stage_job(NEXT_JOB, job, group=f"group {group}")
+            threading.Event().wait(drawn.uniform(0.1, 1.5))
+            processes.kill(drawn.choice(list(processes.by_name)))
+        end = time.monotonic() + END_SECONDS
+        while (before := left())[:2] != (0, 0):
+            processes.until(lambda before=before: left() != before, 90)
+            assert time.monotonic() < end
+    wanted = {f"group {group}: {number} after {number}" for group, number in staged}
+    assert entries() == Counter(wanted)
     assert queue.given_up(broker) == 0
 
 

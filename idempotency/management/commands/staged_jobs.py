@@ -8,8 +8,9 @@ from typing import Any
 from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db.models import F
+from django.db.models import Case, F, When
 
+from idempotency._groups import HELD
 from idempotency._records import HOOKS_FAILED
 from idempotency._text import escaped
 from idempotency.enqueuer import backlog
@@ -19,8 +20,9 @@ from idempotency.management.passes import add_database_argument, database_of, wh
 from idempotency.models import ProcessedMessage, StagedJob
 
 _LIST = (
-    "Print a line for each job: state, id, hand-overs, refusals, queue, name, error. First come the"
-    " jobs whose on_commit hooks failed. They took effect, and are not staged any more."
+    "Print a line for each job: state, id, hand-overs, refusals, queue, group, name, error. A held"
+    " job waits for an earlier one of its group. First come the jobs whose on_commit hooks failed."
+    " They took effect, and are not staged any more."
 )
 _RETRY = "Make failed jobs due again, and reset their counts of hand-overs and refusals."
 _PURGE = "Delete failed jobs, and the errors of on_commit hooks."
@@ -64,14 +66,18 @@ class Command(BaseCommand):
             error = " ".join(message.hook_error.split())[:160]
             self.stdout.write(escaped(f"hook failed  {message.message_id}  {error}"))
         order = (F("failed_at").asc(nulls_last=True), "run_at", "pk")
-        jobs = StagedJob.objects.using(using).order_by(*order)
+        held = Case(When(HELD, then=True), default=False)
+        jobs = StagedJob.objects.using(using).annotate(held=held).order_by(*order)
         if options["failed"]:
             jobs = jobs.filter(failed_at__isnull=False)
         for job in jobs[: options["limit"] - len(done)]:
-            state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
+            state = f"due {job.run_at.isoformat(timespec='seconds')}"
+            if job.failed_at or job.held:
+                state = "failed" if job.failed_at else "held"
             error = " ".join(job.last_error.split())[:120]
             counts = f"{job.hand_overs} hand-overs  {job.refusals} refusals"
-            line = f"{state}  {job.pk}  {counts}  {job.queue}  {job.label}  {error}"
+            group = f"  group {job.group}" if job.group else ""
+            line = f"{state}  {job.pk}  {counts}  {job.queue}{group}  {job.label}  {error}"
             self.stdout.write(escaped(line.rstrip()))
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
