@@ -176,6 +176,7 @@ def test_who_has_lost_the_permission_gets_no_stored_response(
     assert client.post(url, ORDER, headers=KEY).status_code == 403
     user.user_permissions.add(permission)
     assert client.post(url, ORDER, headers=KEY)["Idempotent-Replayed"] == "true"
+    orders.delete()  # and its permission
 
 
 # add-phases.md
