@@ -1,5 +1,7 @@
 """Pictures of the pages for the docs: each page at two widths, light and dark.
 
+They include the way through an incident with 60,000 stuck keys, whose times are printed.
+
 ``make screenshots`` writes all of them to ``.run/screenshots``, and those that the docs show to
 ``docs/images``. It fails if axe-core finds a violation on a page, or if a page is wider than its
 window.
@@ -8,9 +10,12 @@ window.
 # ruff: noqa: T201 - it prints where the pictures are
 
 import os
+import re
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 from playwright.sync_api import expect, sync_playwright
@@ -22,7 +27,7 @@ from tests.browser.visitor import Visitor
 from tests.murphy.service import Service
 
 ROOT = Path(__file__).parents[2]
-ALL = ROOT / ".run" / "screenshots"
+ALL, IMAGES = ROOT / ".run" / "screenshots", ROOT / "docs" / "images"
 #: The docs show the top of these pages, light, and as wide as a desk has it.
 OF_THE_DOCS, SHOWN = ("demo", "dashboard", "key"), "light-1280"
 RIDE = {"origin_lat": 0.0, "origin_lon": 0.0, "target_lat": 0.0, "target_lon": 0.0}
@@ -70,6 +75,13 @@ TROUBLE = (
     ON CONFLICT DO NOTHING
     """,
 )
+#: The keys of an outage, 20,000 of each cause.
+INCIDENT = re.sub(r"'[789]0 s'", "'5 ms'", TROUBLE[0]).replace("1, 60)", "1, 60000)")
+_OFF_THE_LIST = """
+    UPDATE idempotency_idempotencykey SET acknowledged_at = now() WHERE stuck_at IS NOT NULL
+"""
+ANSWER = '{"detail": "Order {key.id} was not placed. Use a new key."}'
+_OPEN_WORKS = "SELECT count(*) AS number FROM idempotency_bulkwork WHERE finished_at IS NULL"
 
 
 def main() -> int:
@@ -110,6 +122,8 @@ def main() -> int:
                     visitor = Visitor(context, service.url, ALL, f"{scheme}-{width}")
                     found += shoot(service, visitor, axe)
                     context.close()
+            context = browser.new_context(viewport={"width": 1280, "height": 900})
+            print(walk_through_incident(service, Visitor(context, service.url, ALL, "incident")))
             browser.close()
     print(*found, sep="\n")
     pictures = len(list(ALL.glob("docs-*.png")))
@@ -153,11 +167,59 @@ def shoot(service: Service, visitor: Visitor, axe: str) -> list[str]:
         visitor.page.wait_for_load_state("networkidle")
         visitor.shoot(f"docs-{name}")
         if name in OF_THE_DOCS and visitor.name == SHOWN:
-            visitor.page.screenshot(path=ROOT / "docs" / "images" / f"{name}.png")
+            visitor.page.screenshot(path=IMAGES / f"{name}.png")
         found += [f"{visitor.name} {path} {each}" for each in visitor.barriers(axe, every=True)]
         if not visitor.fits():
             found.append(f"{visitor.name} {path} is wider than its window")
     return found
+
+
+def walk_through_incident(service: Service, visitor: Visitor) -> str:
+    """Decide about 60,000 stuck keys as docs/incidents.md says, with pictures; return the times."""
+    service.rows(f"{_OFF_THE_LIST} RETURNING 1")
+    service.rows(f"{INCIDENT.replace('made-up-', 'incident-')} RETURNING 1")
+    service.processes["completer"].start()
+    page, start = visitor.page, time.monotonic()
+
+    def picture(name: str, height: int) -> None:
+        clip: Any = {"x": 0, "y": 0, "width": 1280, "height": height}
+        page.screenshot(path=IMAGES / f"incident-{name}.png", clip=clip)
+
+    def decide(cause: str, action: str) -> None:
+        page.get_by_role("row").filter(has_text=cause).get_by_role("link", name=action).click()
+        page.get_by_label("Note").fill("ticket 7")
+
+    def to_dashboard(*, from_work: bool = True) -> None:
+        if from_work:
+            expect(page.locator("#idem-progress")).to_be_visible()
+        page.get_by_role("link", name="Dashboard", exact=True).last.click()
+        expect(page.locator("#idem-banner")).to_be_visible()
+
+    visitor.sign_in_to_admin("/admin/")
+    to_dashboard(from_work=False)
+    expect(page.get_by_role("row").filter(has_text="20,000")).to_have_count(3)
+    picture("groups", 650)
+    decide("attempts_exhausted", "Hand back")
+    page.get_by_role("button", name="Hand back").click()
+    to_dashboard()
+    decide("call_in_doubt", "Answer")
+    page.get_by_label("Status").fill("410")
+    page.get_by_label("Body:").fill(ANSWER)
+    page.get_by_role("button", name="Preview").click()
+    expect(page.get_by_role("button", name="Answer 20,000 keys")).to_be_visible()
+    picture("answer", 700)
+    page.get_by_role("button", name="Answer 20,000 keys").click()
+    to_dashboard()
+    decide("view_gave_up", "Acknowledge")
+    page.get_by_role("button", name="Acknowledge").click()
+    to_dashboard()
+    decided = time.monotonic() - start
+    works = page.locator("section").filter(has=page.get_by_role("heading", name="Bulk work"))
+    works.screenshot(path=IMAGES / "incident-works.png")
+    while service.rows(_OPEN_WORKS)[0]["number"]:
+        time.sleep(0.5)
+    settled = time.monotonic() - start
+    return f"incident: decided after {decided:.0f} s, all work finished after {settled:.0f} s"
 
 
 if __name__ == "__main__":
