@@ -23,7 +23,10 @@ from benchmarks.ground import stop_in_order
 from benchmarks.targets import TARGETS, missed
 
 #: The modules of the parts; ``measure(quick)`` of each module returns its figures.
-PARTS = ("systems", "workflows", "jobs", "reaper", "sizes", "rows", "distance", "replication")
+PARTS = (
+    *("systems", "workflows", "traces", "jobs", "reaper", "sizes", "rows", "distance"),
+    "replication",
+)
 PATIENCE_SECONDS = 900
 ROOT = Path(__file__).parent.parent
 

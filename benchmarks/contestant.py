@@ -29,7 +29,11 @@ PEERS = (
     "dbos",
 )
 #: The modules of this app; those of other systems are in ``benchmarks.peers``.
-OURS = {"ours": "benchmarks.ours", "operations": "benchmarks.our_operations"}
+OURS = {
+    "ours": "benchmarks.ours",
+    "operations": "benchmarks.our_operations",
+    "traces": "benchmarks.our_traces",
+}
 #: The longest wait for an answer. A round, or a start with its migrations, takes seconds.
 PATIENCE_SECONDS = 120
 

@@ -132,6 +132,8 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _rates(over_http, in_process, of_peers=True),
         "## Replays that a standby confirms\n",
         _replication(part(results, "replication")),
+        "## Traces\n",
+        _traces(part(results, "traces")),
         "## Processor time\n",
         _processor(in_process),
         "## Statements, commits and WAL\n",
@@ -336,6 +338,26 @@ def _workflows(figures: dict[str, Any]) -> str:
         " the same call as a step, and has the INSERT in a transaction."
     )
     return text + "\n" + table(["", "first call", "repeat"], rows)
+
+
+def _traces(figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        return not_measured(figures)
+    rows = []
+    for view, label in OURS.items():
+        for kind in ("first", "replay"):
+            without, with_ = (
+                figures[name]["cases"][f"{view} {kind}"] for name in ("ours", "traces")
+            )
+            added = with_["client_us"] - without["client_us"]
+            times = (f"{case['median_us']:,}" for case in (without, with_))
+            rows.append([f"{label}: {KINDS[kind]}", *times, f"{added:,}"])
+    text = prose(
+        "With `instrument()` each request makes spans and counts. A thread exports the spans, and"
+        " the exporter of this measurement drops them. The figures are in microseconds; the last"
+        " column is processor time of the process."
+    )
+    return text + "\n" + table(["", "without", "with traces", "added in Python"], rows)
 
 
 def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:

@@ -70,6 +70,16 @@ def test_another_figure_makes_another_page() -> None:
     assert all("98.76" in page for page in pages(results))
 
 
+def test_the_price_of_traces_has_rows() -> None:
+    results = deepcopy(RESULTS)
+    ours = results["systems"]["in_process"]["ours"]
+    dearer = deepcopy(ours)
+    dearer["cases"]["ride first"]["client_us"] += 7
+    results["traces"] = {"ours": ours, "traces": dearer}
+    took = f"{ours['cases']['ride first']['median_us']:,}"
+    assert f"| ours, the ride: first request | {took} | {took} | 7 |" in pages(results)[1]
+
+
 def test_all_targets_met_is_a_success(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.verdict(all_at_their_limits()) == 0
     assert capsys.readouterr().out.endswith("bench: ok\n")
