@@ -9,8 +9,10 @@ import uuid
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlencode
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.conf import settings
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import redirect, render
 from django.urls import reverse
 from django.utils import timezone
@@ -19,6 +21,7 @@ from django.views.decorators.http import require_GET, require_POST
 
 from idempotency import conf
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from rides_demo import traces
 from rides_demo.auth import SESSION_TOKEN, rider_of_session
 from rides_demo.models import Receipt, Ride, User
 
@@ -89,6 +92,7 @@ def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpRe
             3 * limits.LOCK_TIMEOUT_SECONDS + limits.COMPLETER_MIN_AGE_SECONDS + PATIENCE_SECONDS
         ),
         "idempotency_key": uuid.uuid4(),
+        "traces": settings.TRACES,
     } | (switches() if rider else {})
     return render(request, "rides_demo/home.html", context)
 
@@ -105,13 +109,25 @@ def booking(request: HttpRequest) -> HttpResponse:
     rider = rider_of_session(request)
     if rider is None:
         return JsonResponse({"error": "Sign in first."}, status=HTTPStatus.FORBIDDEN)
-    sent = request.GET.get("key", "").replace("\x00", "")
-    key = (
-        IdempotencyKey.objects.with_state()
-        .filter(scope=f"user:{rider.pk}", idempotency_key=sent)
-        .first()
-    )
+    key = _key_of(request, rider)
     return JsonResponse({"booking": None if key is None else _booking_json(key)})
+
+
+@require_GET
+@never_cache
+def booking_trace(request: HttpRequest) -> HttpResponse:
+    """Return the picture of the trace of the rider's booking with the key ``?key=``."""
+    rider = rider_of_session(request)
+    key = _key_of(request, rider) if rider is not None and settings.TRACES else None
+    if key is None:
+        raise Http404
+    return render(request, "rides_demo/trace.html", traces.picture(key.traceparent))
+
+
+def _key_of(request: HttpRequest, rider: User) -> IdempotencyKey | None:
+    sent = request.GET.get("key", "").replace("\x00", "")
+    keys = IdempotencyKey.objects.with_state()
+    return keys.filter(scope=f"user:{rider.pk}", idempotency_key=sent).first()
 
 
 @require_POST
@@ -144,6 +160,7 @@ def _booking_json(key: IdempotencyKey) -> dict[str, object]:
         "rides": int(ride is not None),
         "receipts": Receipt.objects.filter(ride=ride).count() if ride else 0,
         "admin": reverse("admin:idempotency_idempotencykey_change", args=[key.pk]),
+        "trace": f"{reverse('page-trace')}?{urlencode({'key': key.idempotency_key})}",
     }
 
 

@@ -2,8 +2,9 @@
 
 ``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_KEY``, ``STRIPE_API_BASE``, ``STRIPE_WEBHOOK_SECRET``,
 ``PORT``, ``RIDES_RUN_FOLDER``, ``LOCK_TIMEOUT_SECONDS``, ``COMPLETER_MIN_AGE_SECONDS``,
-``COMPLETER_IDLE_SECONDS``. ``CONFIRM_REPLICATED=1`` sets that setting. The soak sets
-``SHARD_B_DATABASE_URL``, the database of a second tenant: see ``rides_demo.sharding``.
+``COMPLETER_IDLE_SECONDS``. ``CONFIRM_REPLICATED=1`` sets that setting. ``TRACES=1`` traces the
+bookings: see ``rides_demo.traces``. The soak sets ``SHARD_B_DATABASE_URL``, the database of a
+second tenant: see ``rides_demo.sharding``.
 """
 
 import os
@@ -66,6 +67,9 @@ MIDDLEWARE = [
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
+TRACES = os.environ.get("TRACES") == "1"
+if TRACES:
+    MIDDLEWARE = ["rides_demo.traces.server_span", *MIDDLEWARE]
 ROOT_URLCONF = "rides_demo.urls"
 WSGI_APPLICATION = "rides_demo.wsgi.application"
 TEMPLATES = [

@@ -17,7 +17,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_GET, require_POST
 
 from idempotency.models import IdempotencyKey
-from rides_demo import payments
+from rides_demo import payments, traces
 from rides_demo.auth import SESSION_TOKEN, rider_of_session
 from rides_demo.models import Ride
 from rides_demo.processes import web_workers
@@ -76,6 +76,7 @@ class KillAfterResponse(JsonResponse):
 
     def close(self) -> None:
         super().close()
+        traces.note_kill(self.victim.pid)
         self.victim.kill()
 
 

@@ -20,6 +20,7 @@ urlpatterns = [
     path("sign-in", pages.sign_in, name="sign-in"),
     path("sign-out", pages.sign_out, name="sign-out"),
     path("page/booking", pages.booking, name="page-booking"),
+    path("page/trace", pages.booking_trace, name="page-trace"),
     path("switches/charges", switches.charges, name="switches-charges"),
     path("switches/stripe", switches.stripe, name="switches-stripe"),
     path("switches/kill", switches.kill, name="switches-kill"),

@@ -16,7 +16,7 @@ from django.views.decorators.http import require_POST
 
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import process_once
-from rides_demo import payments
+from rides_demo import payments, traces
 from rides_demo.models import Ride
 from rides_demo.responses import database_unavailable, error_response
 
@@ -85,10 +85,11 @@ def _mark_paid(charge_id: str, customer_id: str | None, ride_id: str) -> None:
 
     The ride of another tenant may have the same id, but it has another customer.
     """
-    rides = Ride.objects.select_related("user")
+    rides = Ride.objects.select_related("user", "idempotency_key")
     ride = rides.filter(pk=ride_id).first() if ride_id.isdecimal() and len(ride_id) < 19 else None
     if ride is None or customer_id not in (None, ride.user.stripe_customer_id):
         return
+    traces.link_to(ride.idempotency_key)
     if ride.stripe_charge_id is None:
         raise ChargeNotRecorded
     Ride.objects.filter(pk=ride.pk, stripe_charge_id=charge_id, paid_at__isnull=True).update(

@@ -47,6 +47,7 @@ def processes(browser: Browser) -> Iterator[Service]:
     folder.mkdir(parents=True)
     # As `make serve` does it, for the button that kills the web worker.
     environment = {web_workers.SUPERVISOR: str(os.getpid()), "GUNICORN_CMD_ARGS": NO_KEEP_ALIVE}
+    environment |= {"TRACES": "1"}
     with Service(folder, environment) as service:
         yield service
     shutil.rmtree(folder, ignore_errors=True)

@@ -29,7 +29,7 @@ from tests.murphy.service import Service
 ROOT = Path(__file__).parents[2]
 ALL, IMAGES = ROOT / ".run" / "screenshots", ROOT / "docs" / "images"
 #: The docs show the top of these pages, light, and as wide as a desk has it.
-OF_THE_DOCS, SHOWN = ("demo", "dashboard", "key"), "light-1280"
+OF_THE_DOCS, SHOWN = ("demo", "trace", "dashboard", "key"), "light-1280"
 RIDE = {"origin_lat": 0.0, "origin_lon": 0.0, "target_lat": 0.0, "target_lon": 0.0}
 LISTS = "/admin/idempotency"
 
@@ -88,10 +88,10 @@ def main() -> int:
     """Start the demo, make trouble, and take the pictures."""
     axe = chromium.axe_script(ROOT / ".run")
     ALL.mkdir(parents=True, exist_ok=True)
-    expect.set_options(timeout=30_000)  # for the lock of a killed server
+    expect.set_options(timeout=90_000)  # for the lock of a killed server
     with tempfile.TemporaryDirectory(prefix="shots-") as folder, sync_playwright() as playwright:
         environment = {web_workers.SUPERVISOR: str(os.getpid()), "GUNICORN_CMD_ARGS": NO_KEEP_ALIVE}
-        environment |= {"LOCK_TIMEOUT_SECONDS": "5"}
+        environment |= {"LOCK_TIMEOUT_SECONDS": "10", "TRACES": "1"}
         with Service(Path(folder), environment) as service:
             service.begin()
             browser = playwright.chromium.launch(
@@ -101,6 +101,7 @@ def main() -> int:
             first.sign_in()
             first.book.click()
             first.expect_counts(rides=1, charges=1, receipts=1)
+            trace = path_of_trace(service, first)
             service.strike_stripe({"fault": "500_begun"})
             headers = {"Authorization": "Bearer demo-jane", "Idempotency-Key": "screenshot"}
             while (
@@ -120,7 +121,7 @@ def main() -> int:
                         color_scheme=scheme, viewport={"width": width, "height": 900}
                     )
                     visitor = Visitor(context, service.url, ALL, f"{scheme}-{width}")
-                    found += shoot(service, visitor, axe)
+                    found += shoot(service, visitor, axe, trace)
                     context.close()
             context = browser.new_context(viewport={"width": 1280, "height": 900})
             print(walk_through_incident(service, Visitor(context, service.url, ALL, "incident")))
@@ -131,7 +132,23 @@ def main() -> int:
     return bool(found)
 
 
-def shoot(service: Service, visitor: Visitor, axe: str) -> list[str]:
+def path_of_trace(service: Service, visitor: Visitor) -> str:
+    """Return the path of the trace of a booking: its server is killed, a retry is rejected, the
+    completer finishes the booking, and another retry gets its response."""
+    visitor.kill.click()
+    visitor.expect_killed()
+    visitor.expect_status("409")
+    visitor.page.route("**/rides", lambda route: route.abort())
+    service.let_locks_expire()
+    service.processes["completer"].start()
+    expect(visitor.page.locator("#lesson")).to_contain_text("completer")
+    service.processes["completer"].kill()
+    visitor.page.unroute("**/rides")
+    visitor.expect_status("Payment accepted")
+    return str(visitor.page.locator("#trace-link").get_attribute("href"))
+
+
+def shoot(service: Service, visitor: Visitor, axe: str, trace: str) -> list[str]:
     """Take the picture of each page in one window. Return what keeps people out: violations of
     axe-core, and pages that are wider than the window."""
     (key,) = service.rows(
@@ -144,6 +161,7 @@ def shoot(service: Service, visitor: Visitor, axe: str) -> list[str]:
     visitor.sign_in()
     pages = {
         "demo": "/",
+        "trace": trace,
         "dashboard": f"{LISTS}/idempotencykey/dashboard/",
         "keys": f"{LISTS}/idempotencykey/?state=stuck",
         "key": f"{LISTS}/idempotencykey/{key['id']}/change/",

@@ -136,6 +136,8 @@ export function showBooking(booking) {
   const link = document.getElementById("admin-link");
   link.firstElementChild.href = booking.admin;
   link.hidden = false;
+  const trace = document.getElementById("trace-link");
+  if (trace) trace.href = booking.trace;
 }
 
 function stateText({ state, runs, lock_seconds: lock, response_code: code }, killed) {
