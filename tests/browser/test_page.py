@@ -191,6 +191,26 @@ def test_the_button_kills_the_worker_of_a_booking_that_is_under_way_and_the_comp
     visitor.expect_story("Replay of the stored response")
     expect_one_booking(service, visitor)
     expect_lost_run(service, "completer")
+    expect_trace(visitor)
+
+
+def expect_trace(visitor: Visitor) -> None:
+    """The trace of the booking has the killed request, and links to it from all that came later."""
+    with visitor.page.expect_popup() as opened:
+        visitor.page.get_by_role("link", name="Open the trace of this booking").click()
+    opened.value.wait_for_load_state()
+    rows = opened.value.locator("#trace tbody tr")
+    killed = [row.split("\t")[1] for row in rows.filter(has_text="killed").all_inner_texts()]
+    assert killed == ["POST /rides", "idempotency.request", "idempotency.call charge"]
+    links = [row.split("\t")[:2] for row in rows.filter(has_text="↩").all_inner_texts()]
+    assert {(process, name.strip("↩ ")) for process, name in links} == {
+        ("web", "idempotency.request"),
+        ("web", "POST /webhooks/stripe"),
+        ("complete_keys", "idempotency.complete"),
+        ("enqueue_jobs", "idempotency.enqueue"),
+    }
+    (job,) = rows.filter(has_text="idempotency.job").all_inner_texts()
+    assert job.startswith("rqworker")
 
 
 def test_the_button_books_a_new_ride_when_the_last_booking_is_over(
