@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Min, Q, Value, When
-from django.db.models.functions import Now
+from django.db.models.functions import Coalesce, Greatest, Now
 
 from idempotency._groups import IN_TURN
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
@@ -92,7 +92,9 @@ def unfinished_keys(every: Any) -> UnfinishedKeys:
             span=_span("created_at"),
         )
     )
-    ages = {"age": now - Min("created_at"), "lag": now - Min(due_at())}
+    # A person may have handed an old key back a moment ago.
+    since = Greatest(due_at(), Coalesce("handed_back_at", "created_at"))
+    ages = {"age": now - Min("created_at"), "lag": now - Min(since)}
     groups = list(
         counted(
             keys, "state", "stuck_code", "recovery_point", "open", "span",

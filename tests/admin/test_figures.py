@@ -66,7 +66,9 @@ MORE = (
     f"UPDATE {KEY} SET locked_until = now() + interval '1 hour' WHERE {OPEN} AND id % 1000 = 7",
     f"UPDATE {KEY} SET created_at = now() WHERE stuck_at IS NULL AND {OPEN} AND id % 100 = 8",
     f"UPDATE {KEY} SET created_at = now() - interval '3 h' WHERE {OPEN} AND id % 100 = 9",
-    f"UPDATE {KEY} SET created_at = now() - interval '9 days' WHERE {OPEN} AND id % 500 = 10",
+    f"UPDATE {KEY} SET created_at = now() - interval '9 days',"
+    f" last_run_at = now() - interval '8 days', handed_back_at = now()"
+    f" WHERE {OPEN} AND id % 500 = 10",
     f"UPDATE {KEY} SET recovery_point = 'started' WHERE {OPEN} AND id % 5 = 1",
     f"UPDATE {KEY} SET expires_at = now() - interval '2 h' WHERE id % 40 = 3 AND NOT ({OPEN})",
     f"UPDATE {KEY} SET response_code = 402 WHERE finished_at IS NOT NULL AND id % 9 = 0",
@@ -314,7 +316,7 @@ def of_monitoring() -> Iterator[Figure]:
     """The doctor and the metrics, by the names of their figures."""
     since, free = "SELECT extract(epoch FROM statement_timestamp() - min({}))", f"{FREE} AND {{}}"
     late = f"expires_at < statement_timestamp() - interval '{REAPER_LATE_SECONDS} s'"
-    alone = "stuck_at IS NULL"
+    alone, waited = "stuck_at IS NULL", f"greatest({DUE_AT}, handed_back_at)"
     oldest_job = f"{since.format('run_at')} FROM {JOB} WHERE {WAITING}"
     for page, figures in {
         "doctor": {
@@ -324,7 +326,7 @@ def of_monitoring() -> Iterator[Figure]:
             "keys_acknowledged": count(STATES["acknowledged"]),
             "keys_to_reap": count(late),
             "completer_lag_seconds": (
-                f"{since.format(DUE_AT)} FROM {KEY} WHERE {free.format(alone)}"
+                f"{since.format(waited)} FROM {KEY} WHERE {free.format(alone)}"
             ),
             "due_jobs": count(DUE_JOBS, JOB),
             "failed_jobs": count("failed_at IS NOT NULL", JOB),
