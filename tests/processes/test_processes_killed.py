@@ -182,7 +182,7 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
 @override_settings(IDEMPOTENCY={"JOB_MODULES": ["tests.processes.service"]})
 def test_groups_keep_their_order_while_every_process_is_killed(queue, broker, tmp_path):
     drawn = chance()
-    staged = [(group, number) for number in range(JOBS_OF_GROUP) for group in range(GROUPS)]
+    staged = [(group, number) for group in range(GROUPS) for number in range(JOBS_OF_GROUP)]
     ends = [len(staged) * kill // KILLS for kill in range(KILLS + 1)]
 
     def left():
@@ -194,7 +194,9 @@ def test_groups_keep_their_order_while_every_process_is_killed(queue, broker, tm
             with transaction.atomic():
                 for group, number in staged[begin:end]:
                     job = {"group": group, "number": number}
-                    stage_job(NEXT_JOB, job, group=f"group {group}")
+                    # Without the group, half of the second jobs would be handed over first.
+                    since = ago(seconds=drawn.randrange(60))
+                    stage_job(NEXT_JOB, job, group=f"group {group}", run_at=since)
             threading.Event().wait(drawn.uniform(0.1, 1.5))
             processes.kill(drawn.choice(list(processes.by_name)))
         end = time.monotonic() + END_SECONDS
