@@ -553,6 +553,10 @@ def _rows(figures: dict[str, Any]) -> str:
         "DELETE, us",
         "DELETE, bytes of WAL",
     ]
+    indexes = [
+        [row["index"], *(f"{row[kind]:,}" for kind in ("plain", "ride"))]
+        for row in figures.get("indexes", ())
+    ]
     return (
         prose(
             "The figures are per key: the cost of the request, the size of its row, and the cost of"
@@ -560,7 +564,16 @@ def _rows(figures: dict[str, Any]) -> str:
         )
         + "\n"
         + table(["", *heads], rows)
+        + (_prices(indexes) if indexes else "")
     )
+
+
+def _prices(rows: list[list[str]]) -> str:
+    text = (
+        "The admin alone uses two indexes of the table of keys. The figures are the bytes of WAL of"
+        " a first request without a body; differences of a few bytes are chance:"
+    )
+    return "\n" + prose(text) + "\n" + table(["without the index", "plain", "ride"], rows)
 
 
 def _distance(figures: dict[str, Any]) -> str:

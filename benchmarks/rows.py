@@ -1,4 +1,5 @@
-"""Measure the cost of a key's row with bodies of 0, 1 and 10 KB, from its claim to its deletion.
+"""Measure the cost of a key's row with bodies of 0, 1 and 10 KB, from its claim to its deletion,
+and the price of the indexes of the admin.
 
 Run ``python -m benchmarks --only rows``. The server is a PostgreSQL in a temporary folder;
 autovacuum of the table is off. Bodies are random, so they do not compress. VACUUM and a checkpoint
@@ -13,6 +14,7 @@ import random
 import string
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +25,8 @@ from rides_demo.processes.embedded import Postgres, postgres_url
 
 KILOBYTES = (0, 1, 10)
 REQUESTS, QUICK_REQUESTS = 3000, 300
+#: Only the admin uses these indexes. A request without one of them shows its price.
+OF_THE_ADMIN = ("idempotency_key_created", "idempotency_key_refused")
 #: The number of requests whose WAL is counted. Counting takes longer than the request.
 COUNTED = 60
 
@@ -64,15 +68,36 @@ def measure_here(requests: int) -> dict[str, Any]:
             return {
                 "rows": [
                     _cost(kind, size, requests) for size in KILOBYTES for kind in ("plain", "ride")
-                ]
+                ],
+                "indexes": prices(),
             }
 
 
-def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
+def prices() -> list[dict[str, Any]]:
+    """Return the bytes of WAL of a first request with all indexes, and without one of the admin."""
     from django.db import connection
 
+    from benchmarks.counts import create_table
+
+    create_table()
+    found = [{"index": "none", **_wal_of_kinds()}]
+    with connection.cursor() as cursor:
+        for index in OF_THE_ADMIN:
+            cursor.execute("SELECT pg_get_indexdef(%s::regclass)", [index])
+            (definition,) = cursor.fetchone()
+            cursor.execute(f"DROP INDEX {index}")
+            found.append({"index": index, **_wal_of_kinds()})
+            cursor.execute(definition)
+    return found
+
+
+def _wal_of_kinds() -> dict[str, int]:
+    return {kind: round(median(_wal_bytes(_asker(kind, 0)))) for kind in ("plain", "ride")}
+
+
+def _asker(kind: str, kilobytes: int) -> Callable[[], None]:
+    """Return a function that sends a request with a new key and a body of this size."""
     from benchmarks import views
-    from benchmarks.counts import count, create_table
 
     view = {"plain": views.plain, "ride": views.ride}[kind]
 
@@ -81,12 +106,27 @@ def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
         if answer.status_code != 201:
             raise RuntimeError(f"{kind}: {answer.status_code} instead of 201: {answer.content!r}")
 
+    return ask
+
+
+def _wal_bytes(ask: Callable[[], None]) -> list[int]:
+    """Return the bytes of WAL of each request. The first requests read the catalogue."""
+    from benchmarks.counts import count
+
+    return [count(ask).wal_bytes for _ in range(2 * COUNTED)][COUNTED:]
+
+
+def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
+    from django.db import connection
+
+    from benchmarks.counts import create_table
+
+    ask = _asker(kind, kilobytes)
     create_table()
     with connection.cursor() as cursor:
         cursor.execute(EMPTY)
         cursor.execute(LEAVE_ALONE)
-        # The first requests read the catalogue.
-        wal = [count(ask).wal_bytes for _ in range(2 * COUNTED)][COUNTED:]
+        wal = _wal_bytes(ask)
         cursor.execute(EMPTY)
         cursor.execute(FLUSH)
         cursor.execute(STATE)
