@@ -164,7 +164,12 @@ def _timed(page: Callable[[], Any]) -> tuple[float, float, list[tuple[float, str
     with CaptureQueriesContext(connection) as queries:
         page()
     seconds, cpu = time.monotonic() - start, _cpu(backend) - used
-    selects = [query for query in queries.captured_queries if query["sql"].startswith("SELECT")]
+    selects = [
+        query
+        for query in queries.captured_queries
+        # The engine's own statements are logged with placeholders, which have no plan.
+        if query["sql"].startswith("SELECT") and "%(" not in query["sql"]
+    ]
     return seconds, cpu, [(float(query["time"]), query["sql"]) for query in selects]
 
 
