@@ -181,6 +181,7 @@ def shoot(service: Service, visitor: Visitor, axe: str, trace: str) -> list[str]
         if name == "demo":  # a booking whose server was killed
             visitor.kill.click()
             visitor.expect_status("Payment accepted")
+            expect(visitor.page.get_by_text("What just happened")).to_be_visible(timeout=30_000)
             visitor.page.evaluate("scrollTo(0, 0)")
         visitor.page.wait_for_load_state("networkidle")
         visitor.shoot(f"docs-{name}")
@@ -209,7 +210,7 @@ def walk_through_incident(service: Service, visitor: Visitor) -> str:
 
     def to_dashboard(*, from_work: bool = True) -> None:
         if from_work:
-            expect(page.locator("#idem-progress")).to_be_visible()
+            expect(page.locator("#idem-progress")).to_be_visible(timeout=30_000)
         page.get_by_role("link", name="Dashboard", exact=True).last.click()
         expect(page.locator("#idem-banner")).to_be_visible()
 
