@@ -210,7 +210,9 @@ def walk_through_incident(service: Service, visitor: Visitor) -> str:
 
     def to_dashboard(*, from_work: bool = True) -> None:
         if from_work:
-            expect(page.locator("#idem-progress")).to_be_visible(timeout=30_000)
+            # At the end of its work the page of the progress leads to the list.
+            shown = page.locator("#idem-progress, #changelist")
+            expect(shown).to_be_visible(timeout=30_000)
         page.get_by_role("link", name="Dashboard", exact=True).last.click()
         expect(page.locator("#idem-banner")).to_be_visible()
 
