@@ -8,6 +8,7 @@ that staged them.
 - A job of a group leaves the table after its effect is committed. See ``_hand_over``.
 """
 
+from collections.abc import Iterator
 from datetime import timedelta
 
 from django.db import connections, models, transaction
@@ -67,14 +68,17 @@ def next_position(group: str, *, using: str) -> int:
     return int(position)
 
 
-def delete_unused_groups(alias: str) -> None:
+def delete_unused_groups(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
     """Delete the groups without jobs, except those that were used lately. A transaction that stages
     a job holds the lock of its group; if it ends while this statement runs, it has changed
     ``used_at``, which is then read again."""
     staged = StagedJob.objects.filter(group=OuterRef("name"))
-    unused = JobGroup.objects.using(alias).filter(
-        ~Exists(staged), used_at__lt=Now() - GROUP_RETENTION
-    )
-    with transaction.atomic(using=alias, durable=True):
-        names = list(unused.select_for_update(skip_locked=True).values_list("pk", flat=True))
-        JobGroup.objects.using(alias).filter(pk__in=names).delete()
+    groups = JobGroup.objects.using(alias)
+    unused = groups.filter(~Exists(staged), used_at__lt=Now() - GROUP_RETENTION)
+    while True:
+        with transaction.atomic(using=alias, durable=True):
+            locked = unused.select_for_update(skip_locked=True).values_list("pk", flat=True)
+            if not (names := list(locked[:batch_size])):
+                return
+            groups.filter(pk__in=names).delete()
+        yield {}

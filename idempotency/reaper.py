@@ -121,6 +121,7 @@ def reap_once(
         _reap_expired(alias, batch_size),
         _reap_messages(alias, batch_size),
         _delete_done_jobs(alias, batch_size),
+        delete_unused_groups(alias, batch_size),
     )
     while not stop():
         start = time.monotonic()
@@ -136,7 +137,6 @@ def reap_once(
         TrafficCount.objects.using(alias).filter(minute__lt=minute).delete()
         old = Q(finished_at__lt=(at := Now() - BULK_WORK_RETENTION)) | Q(stopped_at__lt=at)
         BulkWork.objects.using(alias).filter(old).delete()
-        delete_unused_groups(alias)
     return ReapPass(**counts)
 
 

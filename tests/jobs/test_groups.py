@@ -286,6 +286,19 @@ def test_a_group_without_jobs_is_forgotten_after_a_day() -> None:
     assert stage("b2", group="b").group_position == 1
 
 
+def test_groups_are_forgotten_in_batches() -> None:
+    """A statement has at most 65,535 parameters, and a project may have a group for each order."""
+    for number in range(5):
+        stage("a1", group=f"order:{number}")
+    StagedJob.objects.all().delete()
+    JobGroup.objects.update(used_at=Now() - GROUP_RETENTION)
+    with statements() as sent:
+        reap_once(batch_size=2)
+    deletions = [each for each in sent if each["sql"].startswith("DELETE")]
+    assert len([each for each in deletions if JobGroup._meta.db_table in each["sql"]]) == 3
+    assert not JobGroup.objects.exists()
+
+
 @pytest.mark.postgres
 def test_a_group_that_is_used_while_it_is_forgotten_keeps_its_position() -> None:
     stage("a1")
