@@ -7,10 +7,10 @@ PY := .venv/bin/python
 # Python keeps what it has compiled: each process of a run would compile the suite again, which takes 6 seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Steps are all run; n counts those that failed. The seconds are those after set-up.
-steps := failed=0; began=$$(date +%s); step() { "$$@" || failed=$$((failed + 1)); }
+# Steps are all run; n counts those that failed. The seconds are those after set-up. The failed tests of all steps stand at the end.
+steps := failed=0; began=$$(date +%s); export FAILED_TESTS=$$(mktemp); step() { "$$@" || failed=$$((failed + 1)); }
 # $(call end,NAME)
-end = echo "$$(($$(date +%s) - began)) seconds"; if [ $$failed -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$failed"; exit 1; fi
+end = echo "$$(($$(date +%s) - began)) seconds"; cat $$FAILED_TESTS; rm $$FAILED_TESTS; if [ $$failed -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$failed"; exit 1; fi
 # $(call set-up,NAME,STAMP)
 set-up = @$(MAKE) -s .venv/$(2).stamp || { echo "$(1): FAILED 2"; exit 2; }
 

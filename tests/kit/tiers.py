@@ -6,7 +6,9 @@ the mark ``processes``; ``make test-all`` runs everything. ``sample`` marks the 
 ``processes`` that ``.ci/run`` runs too.
 """
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,12 +53,19 @@ def skips_not_allowed(terminalreporter: Any) -> list[str]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> Any:
-    """Print the skips that are not allowed."""
+    """Print the skips that are not allowed. Add them and the failed tests to the file FAILED_TESTS,
+    which make prints at its end."""
     result = yield
     if lines := skips_not_allowed(terminalreporter):
         terminalreporter.section("skips that tests/kit/tiers.py does not allow", red=True)
         for line in lines:
             terminalreporter.write_line(line)
+    path = os.environ.get("FAILED_TESTS")
+    if path and not hasattr(config, "workerinput"):
+        stats = terminalreporter.stats
+        failed = [f"failed: {x.nodeid}" for x in stats.get("failed", []) + stats.get("error", [])]
+        with Path(path).open("a") as file:
+            file.writelines(f"{line}\n" for line in [*failed, *lines])
     return result
 
 
