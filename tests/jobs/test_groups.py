@@ -262,16 +262,17 @@ def test_a_group_costs_a_job_without_one_no_statement() -> None:
 
 
 @pytest.mark.postgres
-def test_a_job_without_a_group_is_looked_up_in_no_other_index() -> None:
+def test_no_other_job_is_looked_up_for_a_job_without_a_group() -> None:
     for number in range(50):
         stage(f"{number}", group=None)
     text, parameters = due("default")[:20].query.sql_with_params()
     with connection.cursor() as cursor:
         cursor.execute(f"EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {text}", parameters)
-        lines = [line for (line,) in cursor.fetchall()]
-    lookups = [line for line in lines if "idempotency_job_group_unique" in line]
+        plan = "\n".join(line for (line,) in cursor.fetchall())
+    # With or without an index, as the statistics of the table suggest.
+    lookups = [line for line in plan.partition("SubPlan")[2].splitlines() if "->" in line]
     assert lookups
-    assert all("never executed" in line for line in lookups), "\n".join(lines)
+    assert all("never executed" in line for line in lookups), plan
 
 
 def test_a_group_without_jobs_is_forgotten_after_a_day() -> None:
