@@ -127,7 +127,9 @@ class StagedJob(models.Model):
         _("handed over at"),
         null=True,
         blank=True,
-        help_text=_("Time of the last hand-over, for a job of a group without effect."),
+        help_text=_(
+            "Time of the last hand-over, if the job is in a group and has not taken effect."
+        ),
     )
     # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under
     # SERIALIZABLE the check of a constraint would cause conflicts between phases of different keys

@@ -185,7 +185,7 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.in_state(KeyState.FINISHED)
 
     def unfinished(self) -> "IdempotencyKeyQuerySet":
-        """Keys without a stored response, stuck ones included, refused ones not."""
+        """Keys without a stored response. Stuck keys count, refused keys do not."""
         return self.filter(UNFINISHED)
 
     def refused(self) -> "IdempotencyKeyQuerySet":

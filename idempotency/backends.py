@@ -85,8 +85,8 @@ class TookEffect:
 
 @dataclass(frozen=True, slots=True)
 class NotOffered:
-    """The job was not offered to the broker. It stays due for the next batch, because the time of
-    this one was up; or, if a job of a group waits for its effect, it is due after ``seconds``."""
+    """The job was not offered to the broker. It is due again at once, because the time of the
+    batch was up; or after ``seconds``, because a job of a group was sent, and has no effect yet."""
 
     seconds: float = 0
 
@@ -118,7 +118,8 @@ class Backend(Protocol):
     kept. For any other class, the jobs are handed over again.
 
     A class with ``uses_inbox = True`` declares that its workers run jobs in ``process_once``. A job
-    of a group then waits until the inbox has the job before; otherwise, until the broker has it.
+    of a group then waits until the inbox has the job before it. With False, it waits until the
+    broker has that job.
     """
 
     def hand_over(
@@ -292,8 +293,8 @@ def hand_over_savepoint(alias: str | None) -> Iterator[None]:
 
 
 def _callbacks() -> int:
-    """Return the number of on_commit callbacks, except those of this app, on which no job
-    depends."""
+    """Return the number of on_commit callbacks. Callbacks of this app do not count, because no job
+    depends on them."""
     entries = (each.run_on_commit for each in connections.all(initialized_only=True))
     modules = [getattr(entry[1], "__module__", "") for entry in chain.from_iterable(entries)]
     return sum(not str(module).startswith("idempotency.") for module in modules)

@@ -135,7 +135,7 @@ CALLABLES = tuple(f.name for f in fields(Settings) if f.type == str | Callable[.
 
 
 def named(value: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the callable of such a setting."""
+    """Return the callable that a setting names."""
     return import_string(value) if isinstance(value, str) else value
 
 

@@ -46,7 +46,8 @@ class Idempotent(Protocol[Given]):
 
 
 def takes(options: Callable[Given, Options]) -> Callable[[Callable[..., Any]], Idempotent[Given]]:
-    """Set the fields of the options as the signature of a decorator, for type checkers."""
+    """Give the decorated function the fields of ``Options`` as its signature, for type
+    checkers."""
 
     def declare(decorator: Any) -> Any:
         view = Parameter(
@@ -90,17 +91,17 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that
       a middleware sets ("tenant", "basket.pk"). The values are stored as JSON; the completer sets
       them on the request that it rebuilds.
-    - ``retention_hours``: how many hours a key is kept after it is finished or refused, if more
-      than RETENTION_HOURS.
+    - ``retention_hours``: the hours for which a key is kept after it is finished or refused. Hours
+      below RETENTION_HOURS have no effect.
     - ``lease_seconds``: the lock timeout of a key of this view; the default is
       LOCK_TIMEOUT_SECONDS. Each phase and each call renews the lock.
     - ``on_abandon(key)``: is called for a phased request that was not finished within
       RETENTION_HOURS. It runs once, outside any transaction, and its response finishes the key.
 
-    Only ``on_abandon`` may be ``async def``. Apply the decorator inside decorators that check
-    authentication and permissions, which then run before each replay too. A decorated view is
-    excluded from ATOMIC_REQUESTS. In an outer transaction, for example of a middleware, a plain
-    view is a savepoint and commits with the outer one.
+    Of these functions, only ``on_abandon`` may be ``async def``. Apply the decorator inside
+    decorators that check authentication and permissions, which then run before each replay too. A
+    decorated view is excluded from ATOMIC_REQUESTS. In an outer transaction, for example of a
+    middleware, a plain view is a savepoint and commits with the outer one.
     Raises TypeError or ValueError for invalid options.
     A request of a phased view raises RuntimeError if a transaction is already open.
     """

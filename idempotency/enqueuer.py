@@ -73,9 +73,9 @@ class _Pass:
         self._changed = True
 
     def left_out(self) -> list[str]:
-        """Remove the expired marks and return the queues of the others. After a batch that set a
-        mark, none is removed: otherwise many slow brokers could take all the time in turn, and a
-        pass without other jobs might not end."""
+        """Remove the expired marks, and return the marked queues. After a batch that set a mark, no
+        mark is removed. Otherwise many slow brokers could take all the time in turn, and a pass
+        without other jobs might not end."""
         if not self._changed:
             now = time.monotonic()
             self.unreachable = {

@@ -103,7 +103,7 @@ class JobNotAllowed(IdempotencyError, ValueError):
 
 class MessageInProgress(IdempotencyError):
     """Another delivery of this message is being processed. Refuse this delivery, so that it is
-    delivered again. A webhook view responds with 503."""
+    delivered again. A webhook view must respond with 503."""
 
 
 class InProgress(IdempotencyError):
@@ -150,8 +150,8 @@ class NotReplicated(Unavailable):
 
 
 class Rejected(IdempotencyError):
-    """The operation was refused for good. The refusal is stored, and each repeat raises it anew. It
-    cannot be subclassed.
+    """The operation was refused for good. The refusal is stored, and each repeat raises it again.
+    ``Rejected`` cannot be subclassed.
 
     ``raise Rejected(code, message, data)`` in a function of an operation rolls its transaction
     back; ``return Rejected(...)`` commits the transaction with the refusal. ``data`` is a JSON
@@ -187,8 +187,8 @@ class CallNotRecorded(IdempotencyError):
 class KeyStuck(IdempotencyError):
     """This request requires manual intervention. A phased view may raise KeyStuck("why"), or a
     subclass with its own ``code``: the key becomes stuck, and the client gets 409 ``key_stuck``.
-    With KeyStuck("why", best="answer") the admin recommends to answer the key, and warns before
-    another run."""
+    With KeyStuck("why", best="answer") the admin recommends the action *Answer*, and warns
+    before another run."""
 
     #: A short, stable code for filters and alerts.
     code: str = StuckCode.VIEW_GAVE_UP

@@ -127,7 +127,8 @@ def answer(
     or recorded since.
     Raises NotReplicated if the answer is stored, but the standbys do not confirm it
     (CONFIRM_REPLICATED).
-    Raises ValueError for an answer that ``answer_problem`` rejects, or of the other kind.
+    Raises ValueError for an answer that ``answer_problem`` rejects, and for the response to a
+    request in place of the result of an operation, or the reverse.
     """
     alias = _alias(using)
     keys = IdempotencyKey.objects.using(alias).filter(pk=pk)
@@ -141,8 +142,9 @@ def answer(
 
 
 def answer_problem(response: Any, *, key: IdempotencyKey | None = None) -> str:
-    """Return why ``response`` cannot finish the key, or an empty string. Without ``key``, it is a
-    response to a request. Clients stop retrying only after a stored 2xx or 4xx."""
+    """Return the reason why ``response`` cannot finish the key, or an empty string. Without
+    ``key``, the response is that to a request. Clients stop retrying only after a stored 2xx or
+    4xx."""
     try:
         adapter_of(key.request_method if key is not None else HTTP).answer(response)
     except ValueError as error:

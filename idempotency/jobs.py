@@ -167,8 +167,8 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def refuse_module(name: str, module: str | None) -> None:
-    """Raise JobNotAllowed unless JOB_MODULES permits the module, or the job calls an operation: it
-    can call only registered ones."""
+    """Raise JobNotAllowed unless JOB_MODULES permits the module. A job that calls an operation is
+    not checked here, because it can call only registered operations."""
     listed = conf.get().JOB_MODULES
     if name != STAGED_OPERATION and not (
         _is_of_jobs(str(module))

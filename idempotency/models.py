@@ -1,5 +1,4 @@
-"""The tables. The state machine of a key is held by CHECK constraints (``_states.CONSTRAINTS``), so
-that no code can break it.
+"""The tables. CHECK constraints (``_states.CONSTRAINTS``) enforce the state machine of a key.
 
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of
 ``idempotency_keys`` and ``staged_jobs``). This app adds a scope, a fence, a fingerprint and a
@@ -161,7 +160,8 @@ class IdempotencyKey(models.Model):
         null=True,
         blank=True,
         help_text=_(
-            "Time from which only a retry of the client runs the request. Nothing was begun before."
+            "Time at which the untouched key was refused. From then on, only a retry of the client"
+            " runs the request."
         ),
     )
     call_begun_at = models.DateTimeField(

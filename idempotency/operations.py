@@ -76,8 +76,8 @@ def step(
     call: ServiceCall[Given, Made],
     after: Step[Given] | Callable[Given, Rejected | None] | None = None,
 ) -> Callable[[Callable[Concatenate[Made, Given], Rejected | None]], Step[Given]]:
-    """Make a step for the ``after=`` of a longer operation. A step is a call, and the transaction
-    of the decorated function, which gets the value of the call."""
+    """Make a step for the ``after=`` of a longer operation. A step consists of a call and of a
+    transaction. The decorated function runs in the transaction, and gets the value of the call."""
     return lambda function: Step(function, call, after)
 
 
@@ -233,8 +233,8 @@ def operation(
       same work under another name would run again. The default is the path of the function.
     - ``call``: ``keyed(function, valid_hours=23)`` or ``at_most_once(function)``. The decorated
       function gets the value of the call as its first argument.
-    - ``after``: the first transaction, a function of the arguments; or the ``step`` before the
-      decorated function. The name of the function in ``after`` is a recovery point, and is stored.
+    - ``after``: a function of the arguments, which runs in the first transaction; or a ``step``,
+      which runs before the decorated function. Its name is a recovery point, and is stored.
     - ``undo(why, ...)``: a function that undoes the writes of earlier transactions. It runs in the
       transaction that stores a refusal. Without ``undo``, a refusal after a committed transaction
       makes the key stuck.

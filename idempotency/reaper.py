@@ -260,8 +260,8 @@ def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[st
 
 
 def _concerns_rows_elsewhere(error: BaseException, alias: str) -> bool:
-    """Return whether the deletion failed because a table is missing whose rows the router keeps in
-    another database; log it."""
+    """Return whether the deletion failed because the router keeps the rows of a table in another
+    database, and the table is missing here. If so, log it."""
     missing = isinstance(error, Error) and (
         _sqlstate(error) in _MISSING or str(error).startswith(_NO_TABLE)
     )

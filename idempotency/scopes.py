@@ -146,8 +146,8 @@ def attribute(path: str) -> Scope:
         if kind is None or isinstance(value, bool):
             raise TypeError(
                 f"The scope attribute({path!r}) found a {type(value).__name__}, not an identifier."
-                f" Name a string, an integer or a UUID in it, such as {path + '.pk'!r}, or pass"
-                " scope= a function that returns one."
+                f" Name a string, an integer or a UUID in it, such as {path + '.pk'!r}, or write"
+                " a scope= function that returns one."
             )
         label = ""
         if isinstance(owner, Model):  # A proxy has the rows of its concrete model.

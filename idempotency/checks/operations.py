@@ -77,7 +77,7 @@ def _once_tasks() -> list[Any]:
 
 def _phased_operations(run: Callable[..., Any]) -> list[str]:
     """Return the names of the phased operations that the function of a task calls. Return none for
-    a function that refers to a plain one too, or stages one."""
+    a function that also refers to a plain operation, or stages an operation."""
     found = [run, getattr(run, "__self__", None)]
     if not any(isinstance(each, Operation) for each in found):
         function = unwrap(getattr(run, "__func__", run))

@@ -24,8 +24,8 @@ def message_of(job: StagedJob) -> Hidden[bytes]:
 def run_message(message: Hidden[bytes] | Hidden[str]) -> None:
     """Run the job of a message once. On return its effects are committed.
 
-    If the job raises, its effects are rolled back. Raises also if the message is none of a staged
-    job.
+    If the job raises, its effects are rolled back. The function also raises if the message is
+    not that of a staged job.
     """
     close_old_connections()
     try:

@@ -90,8 +90,8 @@ class KafkaBackend(OneByOne):
             raise error
 
     def _publish(self, queue: str, jobs: Sequence[StagedJob]) -> dict[UUID, Exception | None]:
-        """Publish jobs, and wait for their confirmations; return an error or None for each that the
-        buffer of the producer has room for."""
+        """Publish the jobs that fit into the buffer of the producer, and wait for their
+        confirmations. Return an error or None for each of these jobs."""
         sent: dict[UUID, Exception | None] = {}
 
         def confirm(job_id: UUID, error: KafkaError | None, message: object) -> None:

@@ -190,9 +190,9 @@ def run_once(
 
 
 def _uncounted(*, outage: bool) -> Retry:
-    """Return a retry that does not count against those for which the job itself asks by returning a
-    Retry. It is immediate. After an outage it has the waits of the job's own retries. Without such
-    waits, RQ may have no scheduler for them, so the worker pauses."""
+    """Return a retry that does not count as a try of the job. It is immediate; after an outage it
+    has the waits of the job's own retries. If the job has no such waits, RQ may have no scheduler,
+    so the worker pauses instead."""
     job, wait = get_current_job(), 0
     if job is not None:
         job.number_of_retries = (job.number_of_retries or 0) - 1  # RQ adds one, and saves the job.

@@ -42,8 +42,8 @@ _LOOK_SECONDS = 0.2
 
 
 def end_seconds(name: str) -> int:
-    """Return the time that a loop has for its end: a lease; the enqueuer at least the time that a
-    batch may take."""
+    """Return the time that a loop has for its end: a lease, and for the enqueuer at least the time
+    that a batch may take."""
     batch = BATCH_SECONDS + BROKER_TIMEOUT_SECONDS if name == ENQUEUER else 0
     return max(conf.get().LOCK_TIMEOUT_SECONDS, batch)
 

@@ -51,7 +51,7 @@ class Migration(migrations.Migration):
                 ('hangs', models.PositiveSmallIntegerField(db_default=0, default=0, help_text='Number of runs that hung since the key was created or handed back.', verbose_name='hangs')),
                 ('attempts', models.PositiveIntegerField(default=0, help_text='Number of claims, by callers and by the completer.', verbose_name='attempts')),
                 ('begun', models.BooleanField(db_default=False, default=False, help_text='Whether an attempt has committed a phase or begun a downstream call.', verbose_name='begun')),
-                ('refused_at', models.DateTimeField(blank=True, help_text='Time from which only a retry of the client runs the request. Nothing was begun before.', null=True, verbose_name='refused at')),
+                ('refused_at', models.DateTimeField(blank=True, help_text='Time at which the untouched key was refused. From then on, only a retry of the client runs the request.', null=True, verbose_name='refused at')),
                 ('call_begun_at', models.DateTimeField(blank=True, help_text='Time at which the last key.call() began, or ended with call.retryable().', null=True, verbose_name='call begun at')),
                 ('claim_token', models.UUIDField(blank=True, help_text='The random token of the current claim, which the fence compares.', null=True, verbose_name='claim token')),
                 ('last_run_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), help_text='Time of the last claim.', verbose_name='last run at')),
@@ -151,7 +151,7 @@ class Migration(migrations.Migration):
                 ('traceparent', models.CharField(blank=True, help_text='The W3C trace context in which it was staged.', max_length=55, null=True, verbose_name='traceparent')),
                 ('group', models.CharField(blank=True, help_text='The jobs of a group take effect one at a time, in the order of their commits.', max_length=200, null=True, verbose_name='group')),
                 ('group_position', models.PositiveBigIntegerField(blank=True, null=True, verbose_name='position in the group')),
-                ('handed_over_at', models.DateTimeField(blank=True, help_text='Time of the last hand-over, for a job of a group without effect.', null=True, verbose_name='handed over at')),
+                ('handed_over_at', models.DateTimeField(blank=True, help_text='Time of the last hand-over, if the job is in a group and has not taken effect.', null=True, verbose_name='handed over at')),
                 ('idempotency_key', models.ForeignKey(blank=True, db_constraint=False, null=True, on_delete=django.db.models.deletion.SET_NULL, related_name='staged_jobs', to='idempotency.idempotencykey', verbose_name='idempotency key')),
             ],
             options={

@@ -34,10 +34,10 @@ def of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
             _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
             % {"count": Grouped(keys.for_review), "duration": duration(keys.stuck_for)},
             _(
-                "Open the admin's list of keys with the filter 'stuck': each says why, and offers"
-                " what can be done."
+                "Open the admin's list of keys with the filter 'stuck'. The page of each key shows"
+                " the reason and the actions."
             ),
-            in_admin=_("Each key says why, and offers what can be done."),
+            in_admin=_("The page of each key shows the reason and the actions."),
         )
     if keys.completer_lag > LATE_SECONDS:
         yield Finding(
@@ -58,7 +58,7 @@ def of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
             _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
             % {"count": Grouped(jobs.due), "duration": duration(jobs.oldest)},
             _(
-                "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it"
+                "Start manage.py enqueue_jobs --loop; if it runs, its log names the broker that it"
                 " cannot reach."
             ),
         )
@@ -68,11 +68,12 @@ def of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
             _("Staged jobs that the broker has, but whose rows cannot be deleted: %(count)s.")
             % {"count": Grouped(jobs.not_deleted)},
             _(
-                "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a"
-                " missing privilege. The enqueuer then deletes the rows, and sends no job again."
+                "manage.py staged_jobs list shows the error. Correct the cause, for example a"
+                " trigger or a missing privilege. The enqueuer then deletes the rows, and sends no"
+                " job again."
             ),
             in_admin=_(
-                "The list says why. Correct the cause, for example a trigger or a missing"
+                "The list shows the error. Correct the cause, for example a trigger or a missing"
                 " privilege. The enqueuer then deletes the rows, and sends no job again."
             ),
         )
@@ -81,10 +82,12 @@ def of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
             "jobs_failed",
             _("Staged jobs that have failed: %(count)s.") % {"count": Grouped(failed)},
             _(
-                "manage.py staged_jobs list --failed says why. Correct the cause, then run"
+                "manage.py staged_jobs list --failed shows the errors. Correct the cause, then run"
                 " manage.py staged_jobs retry --all, or purge."
             ),
-            in_admin=_("The list says why. Correct the cause, then retry or discard the jobs."),
+            in_admin=_(
+                "The list shows the errors. Correct the cause, then retry or discard the jobs."
+            ),
         )
 
 

@@ -80,25 +80,25 @@ class Counting:
 #: The gauges, with their descriptions.
 GAUGES = {
     "database_up": "Whether the database of the keys answered this scrape.",
-    "unfinished_keys": "Keys without a response, stuck ones included, refused ones not.",
+    "unfinished_keys": "Keys without a response. Stuck keys count, refused keys do not.",
     "stuck_keys": (
-        "Stuck keys, by stuck code. Those with refused_when_rebuilt wait for their clients."
+        "Stuck keys, by stuck code. Keys with refused_when_rebuilt wait for their clients."
     ),
     "oldest_unfinished_seconds": (
-        "Age of the oldest unfinished key that is not marked as stuck, or is stuck with"
+        "Age of the oldest unfinished key. A stuck key counts only with the code"
         " unknown_recovery_point, operation_missing or arguments_changed."
     ),
     "due_jobs": "Staged jobs that are due.",
     "failed_jobs": "Staged jobs that have failed.",
-    "oldest_job_seconds": "How long the oldest staged job has been due.",
+    "oldest_job_seconds": "Time for which the oldest staged job has been due.",
     "process_lag_seconds": "Age of the youngest heartbeat of the loops of this name.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A gauge with its values by the value of its label; the only value of a gauge without a label
-    has an empty one."""
+    """A gauge: its values by the value of its label. A gauge without a label has one value, under
+    an empty string."""
 
     name: str
     values: Mapping[str, float]

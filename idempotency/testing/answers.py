@@ -20,8 +20,8 @@ _STATUSES = {Rejected: 422, KeyReused: 422, InProgress: 409, InterventionRequire
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a client: a response or a result, or the exception behind a 500 if Django's
-    test client or an operation raises it."""
+    """The answer to a client: a response or a result. If Django's test client or an operation
+    raises an exception, the answer is a 500 with this exception."""
 
     status: int
     content: bytes = b""
@@ -58,8 +58,8 @@ class Answer:
 
     @classmethod
     def of_exception(cls, error: Exception) -> Self:
-        """Return the answer for an exception of an operation. An exception that does not say how
-        the operation ended is the error behind a 500."""
+        """Return the answer for an exception of an operation. An exception that does not
+        report the end of the operation is the error of a 500."""
         if (status := _STATUSES.get(type(error))) is None:
             cause = error.__cause__ if isinstance(error, Unfinished) else None
             return cls(500, error=cause or error)

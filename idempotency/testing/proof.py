@@ -201,7 +201,8 @@ class Proof(TwoKeys):
         self, title: str, key: str, answer: Answer, *, stays: bool = False
     ) -> Failure | None:
         """Compare the results, and return the failure, if any. Without differences, send the
-        request once more. With ``stays``, do not: the answer is known to stay the same."""
+        request once more. With ``stays`` it is not sent, because
+        the answer is known to stay the same."""
         self.report.courses += 1
         differences = compare(self._expected, self._left(answer), self._random)
         if self._keys().filter(stuck_code=_HANDED_OVER).exists():

@@ -136,6 +136,44 @@ def test_the_move_from_another_package_can_be_followed(tmp_path: Path) -> None:
     Project(tmp_path / "shop", PYTHONPATH=f"{packages}:{ROOT}").follow(page)
 
 
+def test_the_app_is_removed_without_a_table_of_the_project(tmp_path: Path) -> None:
+    shop = Project(tmp_path)
+    shop.follow((ROOT / "docs" / "example-project.md").read_text())
+    shell = 'python manage.py shell -c "from shop.models import Order; {}"'.format
+    shop.run(shell("Order.objects.create(name='tea')"))
+    page = (ROOT / "docs" / "incidents.md").read_text().partition("To remove the app")[2]
+    make, migrate, squash, migrate_squashed, plan, zero = (
+        f"python {' '.join(command.split())}"
+        for command in re.findall(r"`(manage\.py [^`]+)`", page)
+    )
+
+    def remove(pattern: str, path: str) -> None:
+        (file,) = tmp_path.glob(path)
+        text, found = re.subn(pattern, "", file.read_text(), flags=re.S | re.M)
+        assert found == 1, f"{path} has {found} times {pattern}"
+        file.write_text(text)
+
+    remove(r"^    idempotency_key = .*?^    \)$", "shop/models.py")
+    shop.run(make)
+    shop.run(migrate)
+    assert "shop.0001_initial" in shop.run(plan)
+    shop.run(f"{squash} --noinput")
+    remove(r"^ *\('idempotency', .*?$", "shop/migrations/*squashed*.py")
+    shop.run(migrate_squashed)
+    for old in ("0001_initial", "0002_remove_order_idempotency_key"):
+        (tmp_path / "shop" / "migrations" / f"{old}.py").unlink()
+    remove(r"^ *replaces = .*?$", "shop/migrations/*squashed*.py")
+    assert "shop" not in shop.run(plan)
+    shop.run(zero)
+    remove('"idempotency", ', "shop/settings.py")
+    assert "No changes detected" in shop.run("python manage.py makemigrations --check")
+    assert "No migrations to apply" in shop.run(migrate)
+    tables = "from django.db import connection; print(connection.introspection.table_names())"
+    printed = shop.run(shell(f"print(Order.objects.get()); {tables}"))
+    assert "Order object (1)" in printed
+    assert "idempotency_" not in printed
+
+
 def test_the_command_of_the_soak_is_a_target_of_make() -> None:
     """A soak of some seconds is run by ``tests/processes/test_soak.py``."""
     page = (ROOT / "docs" / "contributing" / "soak.md").read_text()

@@ -37,8 +37,8 @@ def enqueue(original: _Function) -> _Function:
 
 
 def hand_over_one(original: _Function) -> _Function:
-    """An instrumentor of the queue sends the context of the code that hands a job over. That is the
-    trace of the job instead of the batch, at its first hand-over."""
+    """Hand a job over, at its first hand-over in the trace of the job instead of the batch: an
+    instrumentor of the queue sends the context of the code that hands a job over."""
 
     def hand_over(self: Any, queue: str, job: StagedJob) -> None:
         with in_trace(None if job.hand_overs else job.traceparent):

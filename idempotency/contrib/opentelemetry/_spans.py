@@ -177,8 +177,8 @@ def current_run() -> Run | None:
 
 
 class RunSpan(Span):
-    """The span of a run. An exception is an error of the span unless the run has another outcome
-    than a failure."""
+    """The span of a run. An exception is an error of the span, unless the outcome of the run is
+    not a failure."""
 
     def __enter__(self) -> Self:
         super().__enter__()

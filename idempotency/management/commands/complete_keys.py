@@ -36,7 +36,8 @@ class Command(PassCommand):
         return f"would be: {counts.finished} run"
 
     def pass_of_loop(self, given: dict[str, Any]) -> tuple[Callable[..., Any], int]:
-        """Let the threads share the keys of a pass. None waits for the others at its end."""
+        """Let the threads share the keys of a pass. At the end of its part, no thread waits for the
+        others."""
         if given["dry_run"]:
             return super().pass_of_loop(given)
         keys = AbandonedKeys(given["using"], given["batch_size"])

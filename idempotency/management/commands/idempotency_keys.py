@@ -51,12 +51,11 @@ _ACTIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 
 class Command(BaseCommand):
     help = (
-        "List idempotency keys, those for manual review first (list), show one (show), or"
-        " intervene: complete, answer, release, hand-back, acknowledge and unacknowledge do what"
-        " the buttons of the admin do. The output contains no secret of a client. Exit status: 0"
-        " if done; 1 if the database cannot be reached, a key is missing, or a key was not"
-        " changed, because a run or another operator has changed it, or its state does not permit"
-        " the action; 2 for wrong usage."
+        "List idempotency keys, show one, or do the action of a button of the admin. The list"
+        " begins with the keys for manual review. The output contains no secret of a client. Exit"
+        " status: 0 if done; 1 if the database cannot be reached, or if a key is missing or was"
+        " not changed; 2 for wrong usage. A key is not changed if a run or another operator has"
+        " changed it, or if its state does not permit the action."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
