@@ -107,21 +107,25 @@ class Shop:
     """The shop of the guide to this kit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
-        self.modules = {
-            name: ModuleType(name) for name in ("shop", "shop.bank", "shop.models", "shop.views")
-        }
+        names = ("shop", "shop.bank", "shop.jobs", "shop.models", "shop.views")
+        self.modules = {name: ModuleType(name) for name in names}
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         self.modules["shop"].views = self.modules["shop.views"]  # type: ignore[attr-defined]
-        self.modules["shop.bank"].charge_card = None  # type: ignore[attr-defined]
         self.modules["shop.models"].Order = Entry  # type: ignore[attr-defined]
+        settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "JOB_MODULES": ["shop"]}
+        self._execute("shop/bank.py", "shop.bank")
+        self._execute("shop/jobs.py", "shop.jobs")
         settings.ROOT_URLCONF = self.modules["shop.views"]
 
     def open(self, change: tuple[str, str] = ("", "")) -> None:
         """Serve the view of the guide."""
         for file in ("shop/views.py", "shop/urls.py"):
-            code = file_of("test-your-views.md", file).replace(*change)
-            exec(compile(code, file, "exec"), vars(self.modules["shop.views"]))
+            self._execute(file, "shop.views", change)
+
+    def _execute(self, file: str, module: str, change: tuple[str, str] = ("", "")) -> None:
+        code = file_of("test-your-views.md", file).replace(*change)
+        exec(compile(code, file, "exec"), vars(self.modules[module]))
 
 
 @pytest.fixture

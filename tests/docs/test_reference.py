@@ -191,7 +191,6 @@ def test_a_time_of_the_code_is_on_the_page(page: str, seconds: float) -> None:
         ("explanation/how-a-request-runs.md", DEFAULTS.MISMATCH_STATUS, ""),
         ("how-to/a-key-is-stuck.md", backends.MAX_ATTEMPTS, "times|attempts|refusals"),
         ("how-to/call-from-a-client.md", DEFAULTS.MISMATCH_STATUS, ""),
-        ("how-to/checkout-in-the-session.md", stored_request.MAX_KEPT_BYTES, "bytes"),
         ("how-to/choose-a-queue.md", backends.MAX_ATTEMPTS, "hand-overs|times|attempts"),
         ("how-to/hand-the-key-on.md", len(derived()), "hexadecimal digits|characters"),
         ("how-to/hand-the-key-on.md", DEFAULTS.RETENTION_HOURS, ""),
