@@ -126,8 +126,6 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _targets(results),
         "## Operations and workflows\n",
         _workflows(part(results, "workflows")),
-        "## Ratios between systems\n",
-        _between_systems(in_process),
         "## Responses of the peers over HTTP\n",
         _rates(over_http, in_process, of_peers=True),
         "## Replays that a standby confirms\n",
@@ -218,7 +216,7 @@ def _targets(results: dict[str, Any]) -> str:
     return (
         table(["figure", "target", "wanted", "measured", "result"], rows)
         + "\n"
-        + prose("The column *wanted* has the original limit, if the target differs from it.")
+        + prose("The column *wanted* has the first target, if a later target has replaced it.")
     )
 
 
@@ -292,23 +290,6 @@ def _in_process(figures: dict[str, Any]) -> str:
             f" {min(frameworks):.2f} to {max(frameworks):.2f}."
         )
     return text
-
-
-def _between_systems(figures: dict[str, Any]) -> str:
-    if "error" in figures:
-        return not_measured(figures)
-    rows = [
-        [
-            (f"our {name}" if "over idemkit" in name else name).replace(" over ", " relative to "),
-            f"{ratio:.2f}",
-        ]
-        for name, ratio in figures.get("beside", {}).items()
-    ]
-    text = prose(
-        "The cost of a statement relative to a COMMIT differs between machines. A ratio between two"
-        " systems differs less:"
-    )
-    return text + "\n" + table(["", "ratio"], rows)
 
 
 def _processor(figures: dict[str, Any]) -> str:
@@ -614,8 +595,8 @@ def _all_at_a_distance(figures: dict[str, Any]) -> str:
     bare = figures["ours"]["cases"]["bare"]
     return (
         prose(
-            "All systems at the same distance from PostgreSQL and from Redis, as ratios to the"
-            f" bare view, which took {bare['median_us']:,} us there:"
+            "All systems have the same distance from PostgreSQL and from Redis. The figures are"
+            f" ratios to the bare view, which took {bare['median_us']:,} us there."
         )
         + "\n"
         + _ratios(figures)

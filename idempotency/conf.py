@@ -103,8 +103,8 @@ class Settings:
     #: Modules, with their submodules, that may define functions of staged jobs. None: the modules
     #: ``jobs``, ``tasks`` and ``operations`` of installed apps, except apps of Django.
     JOB_MODULES: tuple[str, ...] | None = None
-    #: ``stage_job`` refuses a job whose arguments are longer as JSON. Larger data belongs in a
-    #: table or a file storage.
+    #: The maximum size of the arguments of a staged job, as JSON. Larger data belongs in a table or
+    #: a file storage.
     MAX_JOB_BYTES: int = 256 * 1024
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that
     #: staged them.
@@ -114,7 +114,7 @@ class Settings:
     #: Every 10 seconds it writes the counts in one transaction, after the end of a request or of an
     #: operation.
     COUNT_REQUESTS: bool = True
-    #: True also writes each look at a body, and each export, to the log of the admin. The logger
+    #: True also writes each view of a body, and each export, to the log of the admin. The logger
     #: ``idempotency.audit`` has them in any case.
     LOG_VIEWS_IN_ADMIN: bool = False
     #: The address of a trace, with ``{trace_id}``, to which the page of a key in the admin links.

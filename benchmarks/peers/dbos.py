@@ -2,7 +2,7 @@
 as workflow id.
 
 The system tables of DBOS are in the same database as the work, as its documentation permits for
-PostgreSQL. Transactions run at its default level, SERIALIZABLE, like the phases of this app. DBOS
+PostgreSQL. Transactions run at its default level, SERIALIZABLE, like the phases of the ride. DBOS
 does not compare the arguments of a repeated id.
 """
 
