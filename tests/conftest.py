@@ -15,9 +15,10 @@ import redis
 from django.conf import settings
 from pytest_django import Settings
 
+from rides_demo.processes import debian
 from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.process import ProcessError
-from tests.kit import debian, pgbouncer, tables, tiers
+from tests.kit import pgbouncer, tables, tiers
 from tests.kit.packages import built, checkout  # noqa: F401 - fixtures
 from tests.kit.servers import HastyPostgres
 from tests.kit.serving import sender, serve  # noqa: F401 - fixtures

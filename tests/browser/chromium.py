@@ -7,7 +7,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from tests.kit import debian
+from rides_demo.processes import debian
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 #: Nothing of the machine's, and nothing from the network, has a part in what is tested.

@@ -11,10 +11,9 @@ from django.conf import settings
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from rides_demo.management.commands.serve import NO_KEEP_ALIVE
-from rides_demo.processes import web_workers
+from rides_demo.processes import debian, web_workers
 from tests.browser import chromium
 from tests.browser.visitor import Visitor
-from tests.kit import debian
 from tests.murphy.service import Service
 
 SCREENSHOTS = settings.BASE_DIR / ".run" / "screenshots"

@@ -18,9 +18,10 @@ from django.conf import settings
 from django.db import connection
 from psycopg.sql import SQL, Identifier
 
+from rides_demo.processes import debian
 from rides_demo.processes.ports import free_port
 from rides_demo.simulator import limits
-from tests.kit import debian, pgbouncer
+from tests.kit import pgbouncer
 from tests.kit.celery_app import broker_url
 from tests.kit.examples import file_of
 from tests.kit.printed import GUIDES, ROOT, Command, Project, steps

@@ -6,10 +6,10 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from rides_demo.processes import debian
 from rides_demo.processes.embedded import postgres_url
 from rides_demo.processes.process import Process, ProcessError
 from rides_demo.processes.system_user import SYSTEM_USER, ensure_system_user, open_parents
-from tests.kit import debian
 
 #: The pool has few server connections, so that the transactions of a client often change the server
 #: connection.

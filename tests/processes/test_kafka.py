@@ -17,11 +17,11 @@ from pytest_django import Settings
 from idempotency.contrib.kafka import KafkaBackend, on_message
 from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
 from idempotency.models import ProcessedMessage, StagedJob
+from rides_demo.processes.debian import NotToBeHad
 from tests.factories import StagedJobFactory
 from tests.kit.ageing import ago
 from tests.kit.chance import chance
-from tests.kit.debian import NotToBeHad
-from tests.kit.kafka import Kafka, kafka
+from tests.kit.kafka import Kafka
 from tests.kit.kills import assert_kills_lose_nothing_and_repeat_nothing
 from tests.kit.threads import WAIT_SECONDS, background
 from tests.models import Entry
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
     """Yield a running broker."""
     try:
-        broker = kafka(tmp_path_factory.mktemp("kafka"))
+        broker = Kafka(tmp_path_factory.mktemp("kafka"))
     except NotToBeHad as error:
         pytest.skip(str(error))
     with broker:
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
 def broker(server: Kafka, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Kafka:
     """Stage for the broker, with a new producer; return the broker."""
     monkeypatch.setattr("idempotency._hand_over._built", {})
-    settings.KAFKA = {"bootstrap.servers": server.address}
+    settings.KAFKA = {"bootstrap.servers": server.url}
     settings.IDEMPOTENCY = {
         "JOB_MODULES": ["tests.processes.service", __name__],
         "ENQUEUERS": {"*": "idempotency.contrib.kafka.KafkaBackend"},
@@ -223,7 +223,7 @@ def without_an_address(broker: Kafka, settings: Settings) -> None:
 
 
 def an_invalid_option(broker: Kafka, settings: Settings) -> None:
-    settings.KAFKA = {"bootstrap.servers": broker.address, "no.option": 1}
+    settings.KAFKA = {"bootstrap.servers": broker.url, "no.option": 1}
 
 
 def no_broker(broker: Kafka, settings: Settings) -> None:
@@ -271,5 +271,5 @@ def test_kills_of_broker_enqueuer_and_consumer_lose_nothing_and_repeat_nothing(
 ) -> None:
     """Each kill of the broker loses all its messages."""
     assert_kills_lose_nothing_and_repeat_nothing(
-        tmp_path, "tests.processes.queue_kafka", {"TEST_KAFKA": server.address}, broker=server
+        tmp_path, "tests.processes.queue_kafka", {"TEST_KAFKA": server.url}, broker=server
     )

@@ -19,11 +19,11 @@ from pytest_django import Settings
 from idempotency.contrib.rabbitmq import on_message
 from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
 from idempotency.models import ProcessedMessage, StagedJob
+from rides_demo.processes.brokers import RabbitMQ
+from rides_demo.processes.debian import NotToBeHad
 from tests.factories import StagedJobFactory
 from tests.kit.ageing import ago
-from tests.kit.debian import NotToBeHad
 from tests.kit.kills import assert_kills_lose_nothing_and_repeat_nothing
-from tests.kit.rabbitmq import RabbitMQ, rabbitmq
 from tests.models import Entry
 from tests.processes.service import JOB
 
@@ -38,7 +38,7 @@ KINDS = [("pika", "killed", "Backend"), ("celery", "default", "CeleryOnRabbitMQ"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
     """Yield a running broker."""
     try:
-        broker = rabbitmq(tmp_path_factory.mktemp("rabbitmq"))
+        broker = RabbitMQ(tmp_path_factory.mktemp("rabbitmq"))
     except NotToBeHad as error:
         pytest.skip(str(error))
     with broker:

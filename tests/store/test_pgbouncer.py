@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from tests.kit import debian, pgbouncer
+from rides_demo.processes import debian
+from tests.kit import pgbouncer
 from tests.kit.serving import Sender, another_client
 from tests.kit.threads import at_once
 from tests.kit.views import Counted, View, both_kinds

@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 
+from rides_demo.processes.process import ProcessError
+
 INSTALL_SECONDS = 300
 
 
-class NotToBeHad(Exception):
+class NotToBeHad(ProcessError):
     """A program is not available; the message names it, and says why it could not be installed."""
 
 
