@@ -14,8 +14,10 @@ end = echo "$$(($$(date +%s) - began)) seconds"; cat $$FAILED_TESTS; rm $$FAILED
 # $(call set-up,NAME,STAMP)
 set-up = @$(MAKE) -s .venv/$(2).stamp || { echo "$(1): FAILED 2"; exit 2; }
 
+# BROKER=rabbitmq or BROKER=kafka: the jobs go over that broker instead of Redis, and it is killed too.
 demo:
 	$(call set-up,demo,demo)
+	$(if $(BROKER),$(call set-up,demo,brokers))
 	@exec $(PY) manage.py demo
 
 # Book rides for MINUTES (default 10) under all faults; SEED repeats a run.

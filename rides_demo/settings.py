@@ -3,11 +3,13 @@
 ``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_KEY``, ``STRIPE_API_BASE``, ``STRIPE_WEBHOOK_SECRET``,
 ``PORT``, ``RIDES_RUN_FOLDER``, ``LOCK_TIMEOUT_SECONDS``, ``COMPLETER_MIN_AGE_SECONDS``,
 ``COMPLETER_IDLE_SECONDS``. ``CONFIRM_REPLICATED=1`` sets that setting. ``TRACES=1`` traces the
-bookings: see ``rides_demo.traces``. The soak sets ``SHARD_B_DATABASE_URL``, the database of a
-second tenant: see ``rides_demo.sharding``.
+bookings: see ``rides_demo.traces``. ``BROKER=rabbitmq`` and ``BROKER=kafka`` run the jobs over that
+broker instead of RQ; ``BROKER_URL`` is its address. The soak sets ``SHARD_B_DATABASE_URL``, the
+database of a second tenant: see ``rides_demo.sharding``.
 """
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,15 @@ IDEMPOTENCY["PREPARE_REQUEST"] = "rides_demo.auth.prepare_request"
 IDEMPOTENCY["PHASE_ISOLATION"] = "serializable"
 IDEMPOTENCY["CONFIRM_REPLICATED"] = os.environ.get("CONFIRM_REPLICATED") == "1"
 
+if BROKER := os.environ.get("BROKER"):
+    if BROKER not in ("rabbitmq", "kafka"):
+        raise ImproperlyConfigured(f"BROKER must be rabbitmq or kafka, not {BROKER!r}.")
+    if not (find_spec("pika") and find_spec("confluent_kafka")):
+        raise ImproperlyConfigured("BROKER needs `pip install -r requirements/brokers.txt`.")
+    IDEMPOTENCY["ENQUEUERS"] = {"*": f"rides_demo.brokers.{BROKER}.Backend"}
+    RABBITMQ_URL = os.environ.get("BROKER_URL")
+    KAFKA = {"bootstrap.servers": os.environ.get("BROKER_URL")}
+
 #: None means the real Stripe, which needs STRIPE_API_KEY. The default is the sandbox of `make
 #: serve`.
 STRIPE_API_BASE = os.environ.get("STRIPE_API_BASE") or (
@@ -178,7 +189,8 @@ LOGGING = {
     "loggers": {
         "django": {"handlers": [], "propagate": True},
         "django.server": {"handlers": [], "propagate": True},
-        # Stripe logs two lines for each call, and httpx one.
+        # pika logs seven lines for each connection, Stripe two for each call, and httpx one.
+        "pika": {"level": "WARNING"},
         "stripe": {"level": "WARNING"},
         "httpx": {"level": "WARNING"},
     },

@@ -2,8 +2,8 @@
 
 The run folder contains the data, the logs, the e-mails and ``pids.json``, an object that maps
 names to process ids and is rewritten after each change. The names are ``supervisor``, ``postgres``,
-``redis``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``, and
-``loops-b`` for the loops of a second database. A process that the supervisor does not start is
+``redis`` or ``broker``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``,
+and ``loops-b`` for the loops of a second database. A process that the supervisor does not start is
 absent. The web workers are the children of ``web``.
 
 All processes end with the supervisor, even if ``kill -9`` ends the supervisor: see
@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from rides_demo.processes.brokers import BROKERS
 from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.ports import free_port, port_is_free, sandbox_port
 from rides_demo.processes.process import Process, ProcessError
@@ -54,14 +55,16 @@ class Supervisor:
 
     ``say`` receives each line that a process writes, with the name of the process as prefix.
     ``environment`` is added to the environment of the processes. The supervisor does not start a
-    service that the environment names (``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_BASE``, or the
-    ``STRIPE_API_KEY`` of a real account). ``through`` receives the variable and the URL of each
-    server that is started, and returns the URL for the processes, for example the URL of a proxy.
+    service that the environment names (``DATABASE_URL``, ``REDIS_URL``, ``BROKER_URL``,
+    ``STRIPE_API_BASE``, or the ``STRIPE_API_KEY`` of a real account). ``through`` receives the
+    variable and the URL of each server that is started, and returns the URL for the processes, for
+    example the URL of a proxy.
     ``prepared`` is called after the migrations, before the first process that serves requests.
     ``postgres`` is the class of the database server.
 
     If the environment has ``SHARD_B_DATABASE_URL``, the second tenant of ``rides_demo.sharding``
-    has this database, and its loops run in ``idempotency_worker``.
+    has this database, and its loops run in ``idempotency_worker``. If the environment has
+    ``BROKER``, this broker replaces Redis, and a consumer replaces the RQ worker.
     """
 
     def __init__(
@@ -128,7 +131,9 @@ class Supervisor:
         self._launch("web", [sys.executable, "-m", *web])
         for name, arguments in {
             "enqueuer": ("enqueue_jobs", "--loop", "--interval", "0.5"),
-            "worker": (
+            "worker": ("consume_jobs",)
+            if self.environment.get("BROKER")
+            else (
                 "rqworker",
                 "default",
                 "--with-scheduler",
@@ -164,7 +169,11 @@ class Supervisor:
             "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
             "PYTHONUNBUFFERED": "1",
         }
-        servers = (("DATABASE_URL", "postgres", self._postgres), ("REDIS_URL", "redis", Redis))
+        broker = given.get("BROKER")
+        servers = (
+            ("DATABASE_URL", "postgres", self._postgres),
+            ("BROKER_URL", "broker", BROKERS[broker]) if broker else ("REDIS_URL", "redis", Redis),
+        )
         for variable, name, server in servers:
             if not given.get(variable):
                 started = server(self.folder / name)
@@ -298,7 +307,7 @@ class Supervisor:
             self._watcher.join()
         services = [
             self.processes.pop(name)
-            for name in ("sandbox", "redis", "postgres")
+            for name in ("sandbox", "redis", "broker", "postgres")
             if name in self.processes
         ]
         with ThreadPoolExecutor(max_workers=8) as pool:

@@ -26,7 +26,7 @@ KILL_WEB, KILL_SERVER, KILL_WORKER, KILL_LOOPS = (
     "kill-worker",
     "kill-loops",
 )
-RESTART_POSTGRES, FAILOVER = "restart-postgres", "failover"
+RESTART_POSTGRES, FAILOVER, RESTART_BROKER = "restart-postgres", "failover", "restart-broker"
 #: The process that each fault ends. "kill-web" ends one worker of the web server, "kill-server"
 #: ends all of it. "failover" ends the primary with all its processes, like the loss of its host;
 #: the supervisor's next start promotes the standby.
@@ -41,6 +41,7 @@ VICTIMS = {
     RESTART_POSTGRES: "postgres",
     FAILOVER: "postgres",
     "restart-redis": "redis",
+    RESTART_BROKER: "broker",
 }
 #: SIGQUIT is PostgreSQL's immediate shutdown; the next start recovers. All other faults send
 #: SIGKILL.

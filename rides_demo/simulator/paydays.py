@@ -91,7 +91,8 @@ class Paydays:
         for shard in self._shards:
             ride = Ride.objects.using(shard).aggregate(at=Min("created_at"))["at"]
             payout = Payout.objects.using(shard).aggregate(day=Min("day"))["day"]
-            days += [ride.astimezone(UTC).date()] * (ride is not None) + [payout] * bool(payout)
+            days += [ride.astimezone(UTC).date()] if ride else []
+            days += [payout] if payout else []
         return min(days)
 
     def _persistently(self, query: Callable[[], Result]) -> Result:

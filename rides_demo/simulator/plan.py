@@ -13,6 +13,7 @@ from rides_demo.simulator.crashes import (
     KILL_SERVER,
     KILL_WEB,
     KILL_WORKER,
+    RESTART_BROKER,
     RESTART_POSTGRES,
     VICTIMS,
 )
@@ -45,6 +46,8 @@ EVENTS = {
     "restart-redis": 2,
 }
 FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, *EVENTS)
+#: The number of kills of the broker, if there is one instead of Redis.
+BROKER_RESTARTS = 2
 #: A longer run kills more web workers.
 KILLS_PER_BOOKING = 1 / 80
 
@@ -119,7 +122,8 @@ class Plan:
         """
         chance, prefix = random.Random(seed), _new_prefix()
         bookings = tuple(_draw_bookings(chance, prefix, faults, range(requests)))
-        counts = EVENTS | {KILL_WEB: max(EVENTS[KILL_WEB], int(requests * KILLS_PER_BOOKING))}
+        kills = max(EVENTS[KILL_WEB], int(requests * KILLS_PER_BOOKING))
+        counts = EVENTS | {KILL_WEB: kills, RESTART_BROKER: BROKER_RESTARTS}
         chosen = {fault: count for fault, count in counts.items() if fault in faults}
         events = sorted(
             (int(at), fault)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rides_demo.simulator.consistency import CheckResult
-from rides_demo.simulator.crashes import FAILOVER, RESTART_POSTGRES
+from rides_demo.simulator.crashes import FAILOVER, RESTART_BROKER, RESTART_POSTGRES
 from rides_demo.simulator.hangs import EXITS, HANG, MARKED
 from rides_demo.simulator.payouts import PilotTotals
 from rides_demo.simulator.plan import KINDS
@@ -40,8 +40,8 @@ def unobserved_faults(simulation: Simulation) -> list[str]:
 
 
 def totals(simulation: Simulation) -> dict[str, int]:
-    """Return the numbers of requests, process kills, PostgreSQL crashes, failovers and Redis
-    restarts."""
+    """Return the numbers of requests, process kills, PostgreSQL crashes, failovers, and restarts of
+    Redis or the broker."""
     counts, faults = simulation.tally.counts, observed_faults(simulation)
     return {
         "requests": sum(
@@ -53,6 +53,7 @@ def totals(simulation: Simulation) -> dict[str, int]:
         "database crashes": faults.get(RESTART_POSTGRES, 0),
         **({"failovers": faults[FAILOVER]} if FAILOVER in faults else {}),
         "Redis restarts": faults.get("restart-redis", 0),
+        **({"broker restarts": faults[RESTART_BROKER]} if RESTART_BROKER in faults else {}),
         **(
             {"hung runs": faults.get(MARKED, 0), "ends of hung loops": faults.get(EXITS, 0)}
             if HANG in simulation.plan.required

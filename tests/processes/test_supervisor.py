@@ -22,7 +22,7 @@ import pytest
 from rides_demo.management.commands.demo import within_reach
 from rides_demo.processes.ports import free_port
 from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS
-from rides_demo.simulator.crashes import KILL_LOOPS, VICTIMS, Crashes
+from rides_demo.simulator.crashes import KILL_LOOPS, RESTART_BROKER, VICTIMS, Crashes
 from rides_demo.simulator.simulation import FAULTS
 from tests.kit.waiting import eventually
 
@@ -203,7 +203,7 @@ def test_what_is_killed_runs_again_within_two_seconds(served, name):
     assert usual_seconds(kill) < 2
 
 
-@pytest.mark.parametrize("fault", sorted(VICTIMS.keys() - {KILL_LOOPS}))
+@pytest.mark.parametrize("fault", sorted(VICTIMS.keys() - {KILL_LOOPS, RESTART_BROKER}))
 @pytest.mark.sample
 def test_each_crash_of_the_simulator_strikes_and_the_service_is_back_afterwards(served, fault):
     def strike() -> float:

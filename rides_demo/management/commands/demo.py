@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from django.conf import settings
 from django.core.management.base import BaseCommand, CommandParser
 
 from rides_demo.management.commands.serve import stop_on_signals
 from rides_demo.processes.ports import free_port
 from rides_demo.processes.process import ProcessError
 from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS, Supervisor, manage
-from rides_demo.simulator.crashes import VICTIMS
+from rides_demo.simulator.crashes import RESTART_BROKER, VICTIMS
 from rides_demo.simulator.hangs import HANG
 from rides_demo.simulator.limits import LIMITS
 from rides_demo.simulator.paydays import KILL_PAY_PILOTS
@@ -83,8 +84,8 @@ class Command(BaseCommand):
                     log.write(line + "\n")
 
             self.stdout.write(
-                "starting PostgreSQL, Redis, the Stripe sandbox, web, enqueuer, worker, completer,"
-                " reaper"
+                f"starting PostgreSQL, {settings.BROKER or 'Redis'}, the Stripe sandbox, web,"
+                " enqueuer, worker, completer, reaper"
             )
             with self.service(folder, say, options) as supervisor:
                 self.stdout.write(f"ready: {supervisor.url}/")
@@ -110,7 +111,7 @@ class Command(BaseCommand):
     def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:
         """Return the arguments of the simulator."""
         faults = (
-            within_reach(supervisor.processes)
+            within_reach(supervisor.processes, (*FAULTS, RESTART_BROKER))
             if options["faults"] == "all"
             else str(options["faults"])
         )

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rides_demo.simulator import hangs, limits
 from rides_demo.simulator.booking_clients import CannotSimulate
+from rides_demo.simulator.crashes import RESTART_BROKER
 from rides_demo.simulator.simulation import FAULTS, SOAK_FAULTS, Plan, Simulation
 from rides_demo.simulator.summary import print_report, report, unobserved_faults
 from rides_demo.simulator.tenants import Tenants
@@ -35,7 +36,7 @@ def _faults(text: str) -> tuple[str, ...]:
         if text == "all"
         else tuple(name for name in text.split(",") if name and name != "none")
     )
-    known = (*FAULTS, *SOAK_FAULTS)
+    known = (*FAULTS, RESTART_BROKER, *SOAK_FAULTS)
     if unknown := sorted(set(chosen) - set(known)):
         raise ArgumentTypeError(
             f"no fault is named {', '.join(unknown)}; there are all, none, {', '.join(known)}"
