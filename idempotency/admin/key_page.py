@@ -85,7 +85,10 @@ def state_line(key: Any) -> str:
             told["duration"] = duration((key.finished_at - key.created_at).total_seconds())
             text = _("It was finished %(ago)s, %(duration)s after its creation, in %(runs)s.")
         case KeyState.REFUSED:
-            text = _("It was left to its caller %(ago)s, in %(runs)s. Nothing was begun.")
+            text = _(
+                "It was refused %(ago)s, in %(runs)s. No phase was committed, and no call was"
+                " begun."
+            )
         case KeyState.IN_FLIGHT:
             text = _(
                 "Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s."
@@ -185,7 +188,7 @@ def _until_deletion(key: Any) -> str:
             return _(
                 "Nothing: each retry gets the stored response or result. The key is kept forever."
             )
-        return _("Nothing was begun. Only a retry of the caller runs it. The key is kept forever.")
+        return _("Only a retry of the caller runs it. The key is kept forever.")
     if is_finished and key.expires_at <= now:
         return _(
             "The retention is over. The reaper deletes the key, and a further request or call with"
@@ -193,10 +196,7 @@ def _until_deletion(key: Any) -> str:
         )
     text = _("Nothing: each retry gets the stored response or result, until %(time)s.")
     if not is_finished:
-        text = _(
-            "Nothing was begun. Only a retry of the caller runs it. The reaper deletes the key at"
-            " %(time)s."
-        )
+        text = _("Only a retry of the caller runs it. The reaper deletes the key at %(time)s.")
     return text % {"time": _moment(key.expires_at, now)}
 
 
