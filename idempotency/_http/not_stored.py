@@ -11,7 +11,7 @@ def not_stored(response: Response, *, keep_writes: bool = False) -> Response:
     """Mark a response that must not be stored.
 
     A plain view is rolled back; a phased view stays at its last recovery point. A retry runs the
-    view again. The completer does too, unless the response is a 4xx and nothing was begun.
+    view again, and so does the completer, unless the response is a 4xx and the key is untouched.
 
     With ``keep_writes``, the writes of a plain view are committed, and the key is free: each retry
     runs the view again and writes again. The plain view must return the response, because an
