@@ -85,7 +85,7 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     """Return the context of the template, with the keys and the jobs that the person may view.
 
     Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the
-    processes are those of the whole database. The page takes two queries, three more for keys and
+    processes are those of the whole database. The page takes two queries, one more for keys and
     three more for jobs.
     """
     every, site = key_admin.get_queryset(request), key_admin.admin_site
@@ -116,8 +116,8 @@ def _hidden(opts: Any) -> str:
 
 def _keys(request: HttpRequest, key_admin: Any) -> _Part:
     every, url = key_admin.get_queryset(request), _list_url(key_admin)
-    keys = measures.unfinished_keys(every)
-    shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every), url)
+    keys, groups = error_groups.unfinished_keys(every)
+    shown: dict[str, Any] = _of_keys(keys, groups, url)
     shown |= {"keys_url": url, "key_actions": _key_actions(request, key_admin)}
     behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
     found = [(finding, behind.get(finding.code, "")) for finding in findings.of_keys(keys)]

@@ -14,8 +14,10 @@ from django.db.models import Case, F, Func, Max, Min, Q, TextField, Value, When
 from django.db.models.functions import Coalesce, Now, NullIf
 
 from idempotency._operations.definition import METHOD, work_line
+from idempotency._states import KeyState
 from idempotency._text import cut
-from idempotency.monitoring.measures import counted, seconds_of
+from idempotency.monitoring import measures
+from idempotency.monitoring.measures import UnfinishedKeys, counted, seconds_of
 
 #: The sign that replaces a quoted value, and a word with a digit: a number or an id.
 _SIGN = "#"
@@ -25,8 +27,9 @@ _MAX_PARTS = 4
 
 # A status, and the place of an error whose message is withheld.
 _KEPT = r"(?P<kept>\bstatus \d{3}\b| in [\w.]+:\d+$)"
-#: PostgreSQL and Python read this expression alike.
-_VARIABLE = r"""(?<!\w)'[^']*'(?!\w)|"[^"]*"|[\w-]*\d[\w-]*"""
+#: PostgreSQL and Python read these expressions alike.
+_WORD = r"[\w-]*\d[\w-]*"
+_VARIABLE = rf"""(?<!\w)'[^']*'(?!\w)|"[^"]*"|{_WORD}"""
 _KEPT_OR_VARIABLE = re.compile(f"{_KEPT}|{_VARIABLE}")
 
 
@@ -59,13 +62,15 @@ class ErrorPattern(Func):
         ("%status %", r"status\s+\d{3}\y"),
         ("% in %:%", r" in [\w.]+:\d+\s*$"),
     )
-    function_of_sqlite = ("idempotency_group_of", lambda text: group_of(text))
+    function_of_sqlite = "idempotency_group_of"
 
     def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
         sql, params = compiler.compile(self.source_expressions[0])
         line = self.line.format(sql)
-        parts = [f"regexp_replace({line}, %s, '{_SIGN}', 'g')"]
-        values = [*params, _VARIABLE]
+        # Most texts have no quotes, and _WORD costs half as much as _VARIABLE.
+        variable = f"CASE WHEN {sql} LIKE %s OR {sql} LIKE %s THEN %s ELSE %s END"
+        parts = [f"regexp_replace({line}, {variable}, '{_SIGN}', 'g')"]
+        values = [*params, *params, "%'%", *params, '%"%', _VARIABLE, _WORD]
         for like, found in self.kept:
             # LIKE costs much less than a regular expression, and few errors have these parts.
             part = f"coalesce(substring({line}, %s), '')"
@@ -75,9 +80,13 @@ class ErrorPattern(Func):
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
         connection.ensure_connection()
-        name, function = self.function_of_sqlite
-        connection.connection.create_function(name, 1, function, deterministic=True)
+        name = self.function_of_sqlite
+        connection.connection.create_function(name, 1, self.group_of, deterministic=True)
         return self.as_sql(compiler, connection, function=name, **context)
+
+    @staticmethod
+    def group_of(text: str) -> str:
+        return group_of(text)
 
 
 class PathPattern(ErrorPattern):
@@ -85,15 +94,15 @@ class PathPattern(ErrorPattern):
 
     line = "split_part({0}, '?', 1)"
     kept = ()
-    function_of_sqlite = ("idempotency_path_group", lambda path: group_of(path.partition("?")[0]))
+    function_of_sqlite = "idempotency_path_group"
+
+    @staticmethod
+    def group_of(text: str) -> str:
+        return group_of(text.partition("?")[0])
 
 
 #: The error of a key.
 ERROR = Coalesce(NullIf("stuck_reason", Value("")), "last_error", output_field=TextField())
-#: The pattern of a request. The name of an operation has no variable parts.
-REQUEST_PATTERN = Case(
-    When(request_method=METHOD, then=F("request_path")), default=PathPattern("request_path")
-)
 
 
 def group_of(text: str) -> str:
@@ -111,16 +120,12 @@ def request_group(method: str, path: str) -> str:
     """Return method and path without the parts that differ from request to request, or the
     operation."""
     is_call = method == METHOD
-    return work_line(method, path if is_call else group_of(path.partition("?")[0]))
+    return work_line(method, path if is_call else PathPattern.group_of(path))
 
 
 def in_error_group(rows: Any, error: Any, group: str) -> Any:
     """Return those of ``rows`` whose ``error``, an expression, is in the group."""
-    rows = rows.alias(error_text=error, error_pattern=ErrorPattern(error))
-    found = rows.filter(_contains("error_text", group))
-    texts = counted(found.annotate(pattern=ErrorPattern(error)), "pattern", text=Min(error))
-    patterns = [row.pattern for row in texts if group_of(row.text) == group]
-    return found.filter(error_pattern__in=patterns)
+    return _in_group(rows.alias(error_text=error), "error_text", ErrorPattern(error), group)
 
 
 def in_request_group(keys: Any, group: str) -> Any:
@@ -129,31 +134,42 @@ def in_request_group(keys: Any, group: str) -> Any:
     if group.startswith(operation):
         return keys.filter(request_method=METHOD, request_path=group.removeprefix(operation))
     method, _, path = group.partition(" ")
-    keys = keys.alias(path_pattern=PathPattern("request_path")).filter(request_method=method)
-    found = keys.filter(_contains("request_path", path))
-    texts = counted(
-        found.annotate(pattern=PathPattern("request_path")), "pattern", text=Min("request_path")
-    )
-    patterns = [row.pattern for row in texts if request_group(method, row.text) == group]
-    return found.filter(path_pattern__in=patterns)
+    keys = keys.filter(request_method=method)
+    return _in_group(keys, "request_path", PathPattern("request_path"), path)
 
 
-def _contains(name: str, group: str) -> Q:
-    """Return a condition that each text of the group fulfils. It costs less than a pattern."""
+def _in_group(rows: Any, name: str, pattern: ErrorPattern, group: str) -> Any:
+    """Return those of ``rows`` whose text ``name`` is in the group. A query finds the patterns of
+    the group."""
+    # Each text of the group contains these parts. To find them costs less than a pattern.
     parts = sorted(re.split(rf"[{_SIGN}\s…]+", group), key=len)[-_MAX_PARTS:]
-    return Q(*[(f"{name}__contains", part) for part in parts if part])
+    has_parts = Q(*[(f"{name}__contains", part) for part in parts if part])
+    texts = counted(rows.filter(has_parts).annotate(pattern=pattern), "pattern", text=Min(name))
+    patterns = [row.pattern for row in texts if pattern.group_of(row.text) == group]
+    alias = f"{name}_pattern"
+    return rows.alias(**{alias: pattern}).filter(has_parts, **{f"{alias}__in": patterns})
 
 
-def groups_of_stuck_keys(every: Any) -> list[ErrorGroup]:
-    """Return the groups of stuck keys among ``every``, a queryset: keys with equal stuck code,
-    error and request, the largest group first."""
-    keys = every.stuck().annotate(pattern=ErrorPattern("stuck_reason"), request=REQUEST_PATTERN)
-    texts = {"error": Min("stuck_reason"), "path": Min("request_path")}
-    columns = ("stuck_code", "request_method", "pattern", "request")
-    return _groups(
-        (row.stuck_code, row.error, request_group(row.request_method, row.path), row)
-        for row in counted(keys, *columns, **texts, **_ages("stuck_at"))
+def unfinished_keys(every: Any) -> tuple[UnfinishedKeys, list[ErrorGroup]]:
+    """Return the measurements of the unfinished keys among ``every``, a queryset, and the groups of
+    its stuck keys: keys with equal stuck code, error and request, the largest group first. Both
+    come from one query."""
+    stuck = Q(stuck_at__isnull=False)
+    # The name of an operation has no variable parts.
+    name = When(stuck, request_method=METHOD, then=F("request_path"))
+    keys = every.annotate(
+        pattern=Case(When(stuck, then=ErrorPattern("stuck_reason"))),
+        request=Case(name, When(stuck, then=PathPattern("request_path"))),
     )
+    texts = {"error": Min("stuck_reason"), "path": Min("request_path")}
+    columns = ("request_method", "pattern", "request")
+    measured = measures.unfinished_keys(keys, *columns, **texts, **_ages("stuck_at"))
+    groups = _groups(
+        (row.stuck_code, row.error, request_group(row.request_method, row.path), row)
+        for row in measured.rows
+        if row.state == KeyState.STUCK
+    )
+    return measured, groups
 
 
 def groups_of_failed_jobs(jobs: Any) -> list[ErrorGroup]:

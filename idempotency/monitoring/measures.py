@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Min, Q, Value, When
@@ -32,7 +33,8 @@ SPANS = (0, 300, 3600, 86400)
 @dataclass(frozen=True, slots=True)
 class UnfinishedKeys:
     """The unfinished keys. ``oldest`` and ``completer_lag`` cover keys that the completer may still
-    run. ``stuck_for`` covers stuck keys that need manual review."""
+    run. ``stuck_for`` covers stuck keys that need manual review. ``rows`` are the counted groups of
+    keys."""
 
     count: int
     by_state: Counter[str]
@@ -41,6 +43,7 @@ class UnfinishedKeys:
     oldest: float
     completer_lag: float
     stuck_for: float
+    rows: list[Any]
 
     @property
     def for_review(self) -> int:
@@ -80,16 +83,16 @@ def _is_for_review(code: str) -> bool:
     return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
-def unfinished_keys(every: Any) -> UnfinishedKeys:
-    """Return the measurements of the unfinished keys among ``every``, a queryset, from one
-    query."""
+def unfinished_keys(every: Any, *columns: str, **aggregates: Any) -> UnfinishedKeys:
+    """Return the measurements of the unfinished keys among ``every``, a queryset, from one query.
+    The rows also have the ``columns`` and the ``aggregates``."""
     now = Now()
     keys: Any = (
         every.unfinished()
         .with_state()
         .annotate(
             open=ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField()),
-            span=_span("created_at"),
+            span=_span(),
         )
     )
     # A person may have handed an old key back a moment ago.
@@ -97,8 +100,8 @@ def unfinished_keys(every: Any) -> UnfinishedKeys:
     ages = {"age": now - Min("created_at"), "lag": now - Min(since)}
     groups = list(
         counted(
-            keys, "state", "stuck_code", "recovery_point", "open", "span",
-            stuck_for=now - Min("stuck_at"), **ages,
+            keys, "state", "stuck_code", "recovery_point", "open", "span", *columns,
+            stuck_for=now - Min("stuck_at"), **ages, **aggregates,
         )
     )  # fmt: skip
     spans: dict[str, Counter[int]] = {}
@@ -114,13 +117,14 @@ def unfinished_keys(every: Any) -> UnfinishedKeys:
         _longest(row.age for row in of_completer),
         _longest(row.lag for row in of_completer if row.state != KeyState.IN_FLIGHT),
         _longest(row.stuck_for for row in stuck if _is_for_review(row.stuck_code)),
+        groups,
     )
 
 
-def _span(since: str) -> Case:
-    """Return the expression for the span of the time since the column ``since``."""
+def _span() -> Case:
+    """Return the expression for the span of the age of a key."""
     whens = [
-        When(**{f"{since}__gt": Now() - timedelta(seconds=begin)}, then=Value(index - 1))
+        When(created_at__gt=Now() - timedelta(seconds=begin), then=Value(index - 1))
         for index, begin in enumerate(SPANS)
     ]
     return Case(*whens, default=Value(len(SPANS) - 1))
@@ -152,16 +156,25 @@ def keys_to_reap(using: str, late_seconds: int) -> int:
 def staged_jobs(jobs: Any) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
     is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
-    waiting = jobs.filter(IN_TURN, failed_at__isnull=True).annotate(span=_span("run_at"))
-    age, kept = Now() - Min("run_at"), Count("pk", filter=is_not_deleted)
-    rows = list(counted(waiting, "span", age=age, kept=kept))
-    spans = _totals((row.span, row.number) for row in rows)
+    # Counts with a filter: PostgreSQL would sort all jobs to group them by span.
+    after = {
+        f"after_{begin}": Count("pk", filter=Q(run_at__gt=Now() - timedelta(seconds=begin)))
+        for begin in SPANS
+    }
+    waiting = jobs.filter(IN_TURN, failed_at__isnull=True).aggregate(
+        number=Count("pk"),
+        age=Now() - Min("run_at"),
+        kept=Count("pk", filter=is_not_deleted),
+        **after,
+    )
+    counts = [0, *(waiting[name] for name in after), waiting["number"]]
+    spans = Counter({n: count - less for n, (less, count) in enumerate(pairwise(counts), -1)})
     failed = counted(jobs.filter(failed_at__isnull=False), "job_name")
     return StagedJobs(
         spans,
         spans.total() - spans[-1],
-        _longest(row.age for row in rows),
-        sum(row.kept for row in rows),
+        seconds_of(waiting["age"] or timedelta()),
+        waiting["kept"],
         Counter({row.job_name: row.number for row in failed}),
     )
 

@@ -24,6 +24,7 @@ SAME = pytest.mark.parametrize(
         ('ValueError: "Anna" has no card', "ValueError: \"Ben 'B'\" has no card"),
         ("OSError: no route to 10.0.0.1:5432", "OSError: no route to 10.200.0.17:5433"),
         ("OSError: down\nline 7", "OSError: down\nanother line"),
+        ("OSError: order 7\n'quoted'", "OSError: order 8"),
         ("at 0x7f1b2c", "at 0x7fffff"),
         ("a  b", "a b "),
     ],
