@@ -196,9 +196,9 @@ def name_missing_migration(error: Error, using: str) -> None:
 
 def hide_key(error: Error) -> None:
     """Remove the details from an error of a constraint of the keys: PostgreSQL quotes the row, with
-    its body and its seed."""
-    cause = error.__cause__
-    if isinstance(cause, psycopg.Error) and cause.diag.table_name == IdempotencyKey._meta.db_table:
+    its body and its seed. Citus does not say whose constraint it is."""
+    cause, table = error.__cause__, IdempotencyKey._meta.db_table
+    if isinstance(cause, psycopg.IntegrityError) and (cause.diag.table_name or table) == table:
         cause.args = error.args = (cause.diag.message_primary or type(cause).__name__,)
 
 

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from django.db.models import DateTimeField, F, QuerySet
+from django.db.models import DateTimeField, QuerySet
 
 from idempotency.models import IdempotencyKey
 
@@ -26,6 +26,10 @@ def age(keys: IdempotencyKey | QuerySet[IdempotencyKey], seconds: float) -> None
         if isinstance(keys, IdempotencyKey)
         else keys
     )
-    chosen.update(**{moment: F(moment) - timedelta(seconds=seconds) for moment in MOMENTS})
+    past = timedelta(seconds=seconds)
+    # Citus accepts no column in the expression of a new time.
+    for pk, *times in chosen.values_list("pk", *MOMENTS):
+        older = {name: at and at - past for name, at in zip(MOMENTS, times, strict=True)}
+        chosen.filter(pk=pk).update(**older)
     if isinstance(keys, IdempotencyKey):
         keys.refresh_from_db()

@@ -17,10 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HOW = """\
 There is no Citus. Either name a cluster:
     make citus CITUS_URL=postgresql://postgres@127.0.0.1:5432/idempotency
-or a source tree, which is built and started (10 minutes the first time; Debian's PostgreSQL 15):
+or a source tree, which is built and started (10 minutes the first time; Debian's PostgreSQL 15).
+PostgreSQL 15.20 declares a function that Citus defines too, which sed renames:
     apt-get install postgresql-15 postgresql-server-dev-15
     apt-get install libssl-dev libkrb5-dev liblz4-dev libzstd-dev
     git clone --branch v13.2.2 https://github.com/citusdata/citus
+    sed -i 's/\\bhave_createdb_privilege\\b/citus_&/' $(grep -rl have_createdb_privilege citus/src)
     make citus CITUS_SOURCE=citus
 """
 

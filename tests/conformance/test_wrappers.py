@@ -3,6 +3,7 @@ cursors."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import connection, connections
@@ -210,7 +211,7 @@ def test_59_a_late_run_under_a_wrapper_commits_nothing(serve: Serve, sender: Sen
 
     def lose(request: HttpRequest) -> HttpResponseBase:
         with connection.cursor() as cursor:  # Like a commit of another session.
-            cursor.execute("UPDATE idempotency_idempotencykey SET claim_token = gen_random_uuid()")
+            cursor.execute("UPDATE idempotency_idempotencykey SET claim_token = %s", [uuid4()])
         return create(request)
 
     for number, wrapper in enumerate([*WRAPPERS, in_front]):

@@ -632,7 +632,7 @@ class Cutting:
                 cursor.execute("SELECT pg_backend_pid()")
                 own = cursor.fetchone()
             with psycopg.connect(connection.connection.info.dsn, autocommit=True) as other:
-                other.execute("SELECT pg_terminate_backend(%s)", own)
+                other.execute("SELECT pg_terminate_backend(%s::int, 5000)", own)
         return {}
 
 

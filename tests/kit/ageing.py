@@ -3,13 +3,10 @@
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import connection
-from django.db.models import F
 from django.db.models.functions import Now
 from django.utils import timezone
 
 from idempotency import conf
-from idempotency._engine.database_product import is_citus
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
 
@@ -30,11 +27,6 @@ def make_older(seconds: float, *fields: str) -> None:
     the end of the key."""
     if {"finished_at", "refused_at"} & {*fields}:
         fields += ("expires_at",)
-    if not is_citus(connection):
-        IdempotencyKey.objects.update(
-            **{field: F(field) - timedelta(seconds=seconds) for field in fields}
-        )
-        return
     # Citus accepts no column in the expression of the new time.
     for pk, *times in IdempotencyKey.objects.values_list("pk", *fields):
         older = {

@@ -497,7 +497,7 @@ def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(
 
 def end_session(pid: int) -> None:
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+        cursor.execute("SELECT pg_terminate_backend(%s::int, 5000)", [pid])
 
 
 def test_a_block_that_records_nothing_is_a_mistake(serve: Any, sender: Sender) -> None:

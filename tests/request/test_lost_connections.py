@@ -31,7 +31,7 @@ def terminate_this_backend() -> None:
 
     def terminate() -> None:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
+            cursor.execute("SELECT pg_terminate_backend(%s::int, 5000)", [pid])
 
     elsewhere(terminate)
 
