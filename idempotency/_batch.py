@@ -2,8 +2,11 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, TypeAlias
+from uuid import UUID
 
 from django.db import connections
 from django.db.models import F, Func, JSONField, Q, QuerySet, TextField
@@ -23,6 +26,14 @@ BATCH_BYTES = 16 * 1024 * 1024
 #: The enqueuer hands jobs over for this part of a time limit of its transaction. The rest is for
 #: the last hand-over and COMMIT.
 _PART_OF_LIMIT = 0.5
+#: The longest time for which the jobs of a lease are handed over before those of other queues.
+TURN_SECONDS = 5
+#: The number of jobs of the first claim of a queue. Later ones have as many as a turn took.
+FIRST_CLAIM = 10
+LONGEST_LEASE_SECONDS = 86_400
+
+#: By database and queue: the number of jobs of the next claim.
+claim_sizes: dict[tuple[str, str], int] = {}
 
 
 @dataclass(slots=True)
@@ -42,9 +53,75 @@ class Batch:
     offered: list[StagedJob] = field(default_factory=list)
     #: Whether ``lasting`` has a refusal of the job whose hand-over broke the transaction.
     culprit_is_known: bool = False
+    #: The jobs that are handed over after COMMIT.
+    claim: "Claim | None" = None
 
     def time_is_up(self) -> bool:
         return time.monotonic() > self.deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The job was claimed and not offered. It is due since ``run_at``, as before the claim."""
+
+    run_at: datetime
+
+
+Outcome: TypeAlias = tuple[StagedJob, backends.HandOverResult | Release | None]
+
+
+@dataclass(slots=True)
+class Claim(Batch):
+    """Jobs of one queue that a process holds by a lease, without a transaction: no process hands
+    them over before the end of the lease, which is their ``run_at``.
+
+    The end is also the fencing token. A claim needs a ``run_at`` in the past and writes a later
+    one, so a process whose ``run_at`` is no longer that of the row has lost the job.
+    """
+
+    queue: str = ""
+    lease_seconds: float = 0.0
+    #: The times since which the jobs were due.
+    due_since: dict[UUID, datetime] = field(default_factory=dict)
+
+    def begin(self, begun: float) -> None:
+        """Read the ends of the leases, which were written after ``begun``, a value of
+        time.monotonic()."""
+        rows = StagedJob.objects.using(self.alias).filter(pk__in=list(self.due_since))
+        ends = dict(rows.values_list("pk", "run_at"))
+        for job in self.jobs:
+            job.run_at = ends[job.pk]
+        self.deadline = begun + min(TURN_SECONDS, self.lease_seconds * _PART_OF_LIMIT)
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the results. The next claim of the queue has as many jobs as were offered now;
+        twice as many, if these were all."""
+        outcomes: list[Outcome] = []
+        for job in self.jobs:
+            match result := self.lasting.get(job.pk, backends.NotOffered()):
+                case backends.NotOffered(0) | backends.BrokerUnavailable():
+                    outcomes.append((job, Release(self.due_since[job.pk])))
+                case _:
+                    outcomes.append((job, result))
+        offered = sum(not isinstance(result, Release) for _, result in outcomes)
+        claim_sizes[self.alias, self.queue] = offered * (1 + (offered == len(outcomes))) or 1
+        return outcomes
+
+
+def claim(batch: Batch, queue: str, jobs: Sequence[StagedJob], seconds: Any) -> None:
+    """Claim jobs by a lease, which the results of the batch write. A batch has the claim of one
+    queue, whose turn then comes; the jobs of other such queues stay due."""
+    if not isinstance(seconds, int | float) or not 1 <= seconds <= LONGEST_LEASE_SECONDS:
+        range_ = f"a number of seconds from 1 to {LONGEST_LEASE_SECONDS}"
+        wrong = ValueError(f"lease_seconds of the backend must be {range_}, not {seconds!r}.")
+        batch.results |= dict.fromkeys((job.pk for job in jobs), wrong)
+    elif batch.claim is None:
+        jobs = list(jobs[: claim_sizes.get((batch.alias, queue), FIRST_CLAIM)])
+        since = {job.pk: job.run_at for job in jobs}
+        batch.claim = Claim(
+            batch.alias, jobs=jobs, queue=queue, lease_seconds=seconds, due_since=since
+        )
+        batch.results |= dict.fromkeys(since, backends.NotOffered(seconds))
 
 
 def due(alias: str) -> QuerySet[StagedJob]:

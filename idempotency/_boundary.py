@@ -7,6 +7,7 @@ runs of its thread.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from uuid import UUID
 
@@ -40,15 +41,20 @@ def boundary() -> Iterator[None]:
     The checks concern the connections to all databases. A connection inside ``atomic()`` stays as
     it is, so that the block may run in a transaction of the loop.
     """
-    for connection in _open_connections():
-        if not connection.is_usable():
-            drop_connection(connection)
+    drop_unusable_connections()
     try:
         yield
     finally:
         drop_broken_connections()
         for connection in _open_connections():
             connection.close_if_unusable_or_obsolete()
+
+
+def drop_unusable_connections() -> None:
+    """Close the connections that were lost; this takes a round trip for each open one."""
+    for connection in _open_connections():
+        if not connection.is_usable():
+            drop_connection(connection)
 
 
 def drop_broken_connections() -> list[str]:
@@ -79,6 +85,14 @@ def transaction_is_broken(alias: str | None, error: BaseException) -> bool:
     project code in it."""
     connection = connections[str(alias)]
     return connection.needs_rollback or (isinstance(error, Error) and not connection.is_usable())
+
+
+def callbacks() -> int:
+    """Return the number of on_commit callbacks. Callbacks of this app do not count, because no job
+    depends on them."""
+    entries = (each.run_on_commit for each in connections.all(initialized_only=True))
+    modules = [getattr(entry[1], "__module__", "") for entry in chain.from_iterable(entries)]
+    return sum(not str(module).startswith("idempotency.") for module in modules)
 
 
 def _open_connections() -> list[BaseDatabaseWrapper]:

@@ -20,7 +20,7 @@ from django.utils.module_loading import import_string
 
 from idempotency import backends
 from idempotency._async import FAILURES, awaited, in_own_context
-from idempotency._batch import Batch
+from idempotency._batch import Batch, Claim, claim
 from idempotency._boundary import TransactionBroken, boundary, transaction_is_broken
 from idempotency._text import error_text
 from idempotency.backends import (
@@ -71,6 +71,7 @@ class CallableBackend(backends.OneByOne):
 
     def __init__(self, function: Callable[[StagedJob], object]) -> None:
         self._function = function
+        self.lease_seconds = getattr(function, "lease_seconds", None)
 
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
         return self._function(job)
@@ -90,7 +91,8 @@ def _ends_at(deadline: float) -> Iterator[None]:
 def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
     """Hand over the jobs of one queue, and add their results to the batch: all at once, or one by
     one if the backend raised an error for all of them. Errors are results, because an exception
-    would roll back the hand-overs of other queues.
+    would roll back the hand-overs of other queues. If the backend has ``lease_seconds``, the jobs
+    are only claimed.
 
     Raises TransactionBroken if the transaction is broken. The results that hold nevertheless are in
     ``batch.lasting`` then.
@@ -110,18 +112,41 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
         by_name = getattr(backend, "runs_functions", False)
         batch.results |= not_allowed([job for job in jobs if by_name or job.operation])
         jobs = [job for job in jobs if job.pk not in batch.results]
-        if jobs:
-            batch.offered += jobs
-            lasting = not getattr(backend, "uses_database", True)
-            try:
-                results = _until_effect(backend, jobs, _results(backend, queue, jobs))
-            except TransactionBroken as broken:
-                broken.results = _until_effect(backend, jobs, broken.results)
-                _keep(broken, batch, lasting)
-                raise
-            batch.results |= results
-            if lasting:
-                batch.lasting |= results
+        if jobs and (seconds := getattr(backend, "lease_seconds", None)) is not None:
+            claim(batch, queue, jobs, seconds)
+        elif jobs:
+            _hand_over_to(backend, queue, jobs, batch)
+
+
+@in_own_context
+def hand_over_claim(held: Claim) -> None:
+    """Hand over the jobs of a claim, while no transaction is open. The results that are known are
+    in ``held.lasting``."""
+    with boundary(), _ends_at(held.deadline):
+        backend = backend_of(held.queue, using=held.alias)
+        if backend is None or held.time_is_up():
+            return
+        try:
+            _hand_over_to(backend, held.queue, held.jobs, held)
+        except TransactionBroken as broken:
+            # The connection was lost. Each time, one job is refused: see write_after_rollback().
+            unknown = [job.pk for job in held.jobs if job.pk not in held.lasting]
+            if unknown and not held.culprit_is_known:
+                held.lasting[unknown[0]] = backends.Refusal(broken.__cause__ or broken)
+
+
+def _hand_over_to(backend: Backend, queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
+    batch.offered += jobs
+    lasting = isinstance(batch, Claim) or not getattr(backend, "uses_database", True)
+    try:
+        results = _until_effect(backend, jobs, _results(backend, queue, jobs))
+    except TransactionBroken as broken:
+        broken.results = _until_effect(backend, jobs, broken.results)
+        _keep(broken, batch, lasting)
+        raise
+    batch.results |= results
+    if lasting:
+        batch.lasting |= results
 
 
 def _before(backend: Backend, jobs: Sequence[StagedJob]) -> Results:

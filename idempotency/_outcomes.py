@@ -13,24 +13,27 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from django.db import DatabaseError, Error, connections, transaction
-from django.db.models import F
+from django.db.models import Case, DateTimeField, F, Value, When
 from django.db.models.deletion import Collector
 from django.db.models.functions import Now
 
-from idempotency._batch import Batch, due, first_statement, seconds_of_batch
-from idempotency._boundary import TransactionBroken, drop_broken_connections
+from idempotency._batch import Batch, Claim, Outcome, Release, first_statement, seconds_of_batch
+from idempotency._boundary import (
+    TransactionBroken,
+    drop_broken_connections,
+    drop_unusable_connections,
+)
 from idempotency._engine.errors import connection_lost, sqlstate_of
 from idempotency._engine.transactions import durable_transaction
 from idempotency._text import error_text, storable
 from idempotency.backends import (
     MAX_ATTEMPTS,
     BrokerUnavailable,
-    HandOverResult,
     NoEffect,
     NotDeleted,
     NotOffered,
@@ -52,7 +55,6 @@ NAME_MAX_ATTEMPTS = 81
 #: The SQLSTATEs of the time limits that end a transaction.
 _TIME_LIMITS = ("25P03", "25P04")
 
-Outcome = tuple[StagedJob, HandOverResult | None]
 #: By database: results that could not be written yet.
 _unwritten: dict[str, list[Outcome]] = {}
 
@@ -81,6 +83,7 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
     refused: list[tuple[StagedJob, BaseException]] = []
     later: dict[tuple[float, bool], list[StagedJob]] = defaultdict(list)
     without_effect: dict[float, list[StagedJob]] = defaultdict(list)
+    released: dict[UUID, datetime] = {}
     for job, result in outcomes:
         match result:
             case None:
@@ -94,6 +97,8 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
                 counts["handed_over"] += 1
             case NotOffered(0) | BrokerUnavailable():
                 pass  # It is still due.
+            case Release(run_at):
+                released[job.pk] = run_at
             case NotOffered(seconds):
                 without_effect[seconds].append(job)
             case Refusal(error):
@@ -107,6 +112,10 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
         _update(alias, jobs, **again, run_at=Now() + timedelta(seconds=seconds))
     for seconds, jobs in without_effect.items():
         _update(alias, jobs, run_at=Now() + timedelta(seconds=seconds))
+    if released:
+        jobs = [job for job, _ in outcomes if job.pk in released]
+        times = (When(pk=pk, then=Value(run_at)) for pk, run_at in released.items())
+        _update(alias, jobs, run_at=Case(*times, output_field=DateTimeField()))
     return counts + _refuse(alias, refused, log)
 
 
@@ -126,8 +135,18 @@ def write_after_rollback(batch: Batch, error: BaseException, log: Log) -> Counte
         " handed over again: %s"
     )
     log.warn_once("rolled back", type(error).__name__, text, len(undone), error_text(error))
-    _unwritten[batch.alias] = _unwritten.pop(batch.alias, []) + outcomes
-    return write_left(batch.alias, log)
+    return _write_apart(batch.alias, outcomes, log)
+
+
+def write_claim(claim: Claim, log: Log) -> Counter[str]:
+    """Write the results of a claim."""
+    drop_unusable_connections()  # The server may have ended the idle session meanwhile.
+    return _write_apart(claim.alias, claim.outcomes(), log)
+
+
+def _write_apart(alias: str, outcomes: list[Outcome], log: Log) -> Counter[str]:
+    _unwritten[alias] = _unwritten.pop(alias, []) + outcomes
+    return write_left(alias, log)
 
 
 def write_left(alias: str, log: Log) -> Counter[str]:
@@ -141,7 +160,7 @@ def write_left(alias: str, log: Log) -> Counter[str]:
     try:
         while left:
             try:
-                counts += _write_apart(alias, left[:size], log)
+                counts += _write_own(alias, left[:size], log)
                 left = left[size:]
             except Error as error:
                 if connection_lost(error, alias) and sqlstate_of(error) not in _TIME_LIMITS:
@@ -150,33 +169,39 @@ def write_left(alias: str, log: Log) -> Counter[str]:
                     size = len(left[:size]) // 2 or 1
                     continue
                 job, result = left[0]
-                if isinstance(result, BaseException | Refusal):
-                    raise
-                left[0] = (
-                    job,
-                    (Refusal(error) if isinstance(result, OfferAgain) else NotDeleted.by(error)),
-                )
+                match result:
+                    case BaseException() | Refusal():
+                        raise
+                    case OfferAgain():
+                        left[0] = job, Refusal(error)
+                    case NotOffered() | Release():
+                        del left[0]  # The broker does not have the job, which will be due.
+                    case None | TookEffect():
+                        left[0] = job, NotDeleted.by(error)
     finally:
         if left:
             _unwritten[alias] = left + _unwritten.pop(alias, [])
     return counts
 
 
-def _write_apart(alias: str, outcomes: list[Outcome], log: Log) -> Counter[str]:
-    """Write results in a transaction, without those of jobs that another enqueuer has locked or
-    written meanwhile."""
+def _write_own(alias: str, outcomes: list[Outcome], log: Log) -> Counter[str]:
+    """Write results in a transaction, without those of jobs that another enqueuer has locked,
+    claimed or written meanwhile: each of these writes changes ``run_at``."""
     first, begun = first_statement(), time.monotonic()
     with durable_transaction("read committed", using=alias, first=first):
         deadline = begun + seconds_of_batch(alias, first)
-        ids = (
-            due(alias)
-            .filter(pk__in=[job.pk for job, _ in outcomes])
-            .select_for_update(skip_locked=True)
+        rows = StagedJob.objects.using(alias).filter(
+            pk__in=[job.pk for job, _ in outcomes], failed_at__isnull=True
         )
-        still_due = set(ids.values_list("pk", flat=True))
-        return write(
-            alias, [(job, result) for job, result in outcomes if job.pk in still_due], deadline, log
-        )
+        found = dict(rows.select_for_update(skip_locked=True).values_list("pk", "run_at"))
+        own = [(job, result) for job, result in outcomes if found.get(job.pk) == job.run_at]
+        if lost := len(outcomes) - len(own):
+            text = (
+                "%d results of hand-overs are not written, because their jobs were claimed, changed"
+                " or deleted meanwhile"
+            )
+            log.warn_once("lost", alias, text, lost)
+        return write(alias, own, deadline, log)
 
 
 def _delete(

@@ -58,7 +58,7 @@ class _Mover(threading.Thread):
 @receiver(post_save, sender=StagedJob, dispatch_uid="idempotency-prompt")
 def _attempt_after_commit(created: bool, using: str, **kwargs: Any) -> None:
     if created and conf.get().HAND_OVER_AFTER_COMMIT:
-        # A callback of this package: backends._callbacks() does not count it.
+        # A callback of this package: _boundary.callbacks() does not count it.
         transaction.on_commit(lambda: _attempt(using), using=using, robust=True)
 
 

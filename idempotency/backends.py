@@ -5,18 +5,22 @@ import random
 import time
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
-from django.db import InterfaceError, OperationalError, connections, transaction
+from django.db import InterfaceError, OperationalError, transaction
 
 from idempotency._async import awaited, in_own_context
-from idempotency._boundary import TransactionBroken, drop_broken_connections, transaction_is_broken
+from idempotency._boundary import (
+    TransactionBroken,
+    callbacks,
+    drop_broken_connections,
+    transaction_is_broken,
+)
 from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import jobs_done
@@ -120,6 +124,9 @@ class Backend(Protocol):
     A class with ``uses_inbox = True`` declares that its workers run jobs in ``process_once``. A job
     of a group then waits until the inbox has the job before it. With False, it waits until the
     broker has that job.
+
+    A class or function with ``lease_seconds`` is slow. The enqueuer holds its jobs by a lease of
+    this time, at least twice the time of a call, and has no open transaction during the hand-over.
     """
 
     def hand_over(
@@ -280,21 +287,14 @@ class OneByOne:
 
 @contextmanager
 def hand_over_savepoint(alias: str | None) -> Iterator[None]:
-    """Open a savepoint for a hand-over. Its rollback also drops the on_commit callbacks of this
-    database.
+    """Open a savepoint for a hand-over, if a transaction is open. Its rollback also drops the
+    on_commit callbacks of this database.
 
     Raises HandOverOnCommit if the block registered an on_commit callback on any database.
     """
-    with transaction.atomic(using=alias):
-        before = _callbacks()
+    is_open = transaction.get_connection(alias).in_atomic_block
+    with transaction.atomic(using=alias) if is_open else nullcontext():
+        before = callbacks()
         yield
-        if _callbacks() > before:
+        if callbacks() > before:
             raise HandOverOnCommit
-
-
-def _callbacks() -> int:
-    """Return the number of on_commit callbacks. Callbacks of this app do not count, because no job
-    depends on them."""
-    entries = (each.run_on_commit for each in connections.all(initialized_only=True))
-    modules = [getattr(entry[1], "__module__", "") for entry in chain.from_iterable(entries)]
-    return sum(not str(module).startswith("idempotency.") for module in modules)

@@ -1,13 +1,14 @@
 """The enqueuer: moves staged jobs to their broker, at least once and with the same id.
 
-A batch is one transaction: lock the rows, hand them over, delete those that were taken. After a
-crash the same ids are handed over again. Rows are deleted by id, never by range, because a lower id
-may commit later than a higher one.
+A batch is one transaction: lock the rows, hand them over, delete those that were taken. For a
+backend with ``lease_seconds`` it is two: one claims the rows, and after the hand-over the other one
+deletes them. After a crash the same ids are handed over again. Rows are deleted by id, never by
+range, because a lower id may commit later than a higher one.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,12 +16,19 @@ from django.db import router
 from django.db.models import Count, F, Max, Q
 from django.db.models.functions import Now
 
-from idempotency._batch import DUE, Batch, due, first_statement, read, seconds_of_batch
+from idempotency._batch import DUE, Batch, Claim, due, first_statement, read, seconds_of_batch
 from idempotency._engine import replication
 from idempotency._engine.transactions import durable_transaction
 from idempotency._groups import IN_TURN
-from idempotency._hand_over import hand_over
-from idempotency._outcomes import Log, was_handed_over, write, write_after_rollback, write_left
+from idempotency._hand_over import hand_over, hand_over_claim
+from idempotency._outcomes import (
+    Log,
+    was_handed_over,
+    write,
+    write_after_rollback,
+    write_claim,
+    write_left,
+)
 from idempotency.backends import BrokerUnavailable, TookEffect
 from idempotency.exceptions import NotReplicated
 from idempotency.models import StagedJob
@@ -169,14 +177,11 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
             state.log_marks()
             replication.confirm(alias)
             _hand_over(batch, state)
-            outcomes = [
-                (job, batch.results[job.pk]) for job in batch.jobs if job.pk in batch.results
-            ]
-            written = write(alias, outcomes, batch.deadline, state.log)
+            written = _write(batch, state.log)
     except NotReplicated:
         raise
     except Exception as error:
-        _sizes[alias] = max(1, (batch.locked or size) // 2)
+        _sizes[alias], batch.claim = max(1, (batch.locked or size) // 2), None
         if not batch.offered:
             raise
         written = write_after_rollback(batch, error, state.log)
@@ -184,7 +189,26 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
         handed_over = len(batch.results)
         _sizes[alias] = 2 * (size if handed_over == batch.locked else max(1, handed_over))
     state.counts += written
+    if batch.claim is not None:
+        _move_claim(batch.claim, state)
     return True
+
+
+def _write(batch: Batch, log: Log) -> Counter[str]:
+    begun = time.monotonic()
+    outcomes = [(job, batch.results[job.pk]) for job in batch.jobs if job.pk in batch.results]
+    written = write(batch.alias, outcomes, batch.deadline, log)
+    if batch.claim is not None:
+        batch.claim.begin(begun)
+    return written
+
+
+def _move_claim(claim: Claim, state: _Pass) -> None:
+    """Hand over the jobs of a claim, with no transaction open. Other queues have the next turn."""
+    state.had_turn.add(claim.queue)
+    hand_over_claim(claim)
+    _mark_unavailable(claim.queue, claim.lasting.values(), state)
+    state.counts += write_claim(claim, state.log)
 
 
 def _read(batch: Batch, size: int, state: _Pass) -> None:
@@ -207,10 +231,14 @@ def _hand_over(batch: Batch, state: _Pass) -> None:
             by_queue[job.queue].append(job)
     for queue, jobs in by_queue.items():
         hand_over(queue, jobs, batch)
-        results = (batch.results.get(job.pk) for job in jobs)
-        if unavailable := [result for result in results if isinstance(result, BrokerUnavailable)]:
-            state.mark(queue, unavailable[0])
+        _mark_unavailable(queue, (batch.results.get(job.pk) for job in jobs), state)
         if batch.time_is_up():
             state.had_turn.add(queue)
             return
-    state.had_turn.clear()
+    if batch.claim is None:
+        state.had_turn.clear()
+
+
+def _mark_unavailable(queue: str, results: Iterable[object], state: _Pass) -> None:
+    if unavailable := [result for result in results if isinstance(result, BrokerUnavailable)]:
+        state.mark(queue, unavailable[0])

@@ -100,7 +100,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         if not first:
             replication.confirm(alias)
         elif not own and conf.get().CONFIRM_REPLICATED:
-            # A callback of this app: backends._callbacks() does not count it. The code that commits
+            # A callback of this app: _boundary.callbacks() does not count it. The code that commits
             # gets its exception.
             transaction.on_commit(lambda: replication.confirm(alias), using=alias)
         yield first

@@ -47,7 +47,7 @@ def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: An
     contains the work."""
     using = str(key._state.db)
     if in_outer_transaction(using):
-        # A function of this app: backends._callbacks() does not count it. It does not call emit(),
+        # A function of this app: _boundary.callbacks() does not count it. It does not call emit(),
         # which a tracer replaces: another run may be the current one at COMMIT.
         transaction.on_commit(
             lambda: signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more),

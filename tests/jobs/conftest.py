@@ -2,7 +2,7 @@
 
 import pytest
 
-from idempotency import _outcomes, enqueuer
+from idempotency import _batch, _outcomes, enqueuer
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +10,4 @@ def fresh_enqueuer() -> None:
     """Forget results of hand-overs that a test left unwritten, and the sizes of batches."""
     _outcomes._unwritten.clear()
     enqueuer._sizes.clear()
+    _batch.claim_sizes.clear()

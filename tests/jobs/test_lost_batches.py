@@ -10,8 +10,9 @@ import pytest
 from django.db import DatabaseError, connection
 from django.db.models.functions import Now
 
+from idempotency import _outcomes
 from idempotency._engine.limits import IDLE, LOCK
-from idempotency.backends import MAX_ATTEMPTS, OneByOne
+from idempotency.backends import MAX_ATTEMPTS, NotOffered, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.interventions import retry_jobs
 from idempotency.models import StagedJob
@@ -283,3 +284,18 @@ def test_a_process_whose_results_cannot_be_written_hands_nothing_more_over(backe
     enqueue_once()
     assert not StagedJob.objects.exists()
     assert times_sent() == {1} if backend == "Sender" else times_sent() <= {1, 2}
+
+
+def test_a_job_that_was_not_offered_is_never_taken_for_one_that_the_queue_has():
+    jobs, table = stage(1), StagedJob._meta.db_table
+    _outcomes._unwritten["default"] = [(StagedJob.objects.get(), NotOffered())]
+    execute(f"ALTER TABLE {table} RENAME TO hidden")
+    try:
+        with pytest.raises(DatabaseError):
+            enqueue_once()
+    finally:
+        execute(f"ALTER TABLE hidden RENAME TO {table}")
+    for _ in range(2):
+        due_now()
+        enqueue_once()
+    assert (sent, StagedJob.objects.count()) == (jobs, 0)

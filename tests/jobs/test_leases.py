@@ -1,0 +1,251 @@
+"""Backends with ``lease_seconds``: no transaction is open during their hand-overs, and a process
+whose lease has ended changes no row."""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+from django.db.models.functions import Now
+from pytest_django import Settings
+
+from idempotency import _batch
+from idempotency.backends import BrokerUnavailable
+from idempotency.enqueuer import EnqueuePass, backlog, enqueue_once
+from idempotency.jobs import stage_job
+from idempotency.models import StagedJob
+from tests.kit.ageing import ago
+from tests.kit.threads import elsewhere
+from tests.models import Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+#: The names of the jobs that the service got, and what it does with a job, by name.
+sent: list[str] = []
+acts: dict[str, Callable[[], object]] = {}
+
+
+def send(job: StagedJob) -> None:
+    """Send a job to a slow service."""
+    name = job.job_args["name"]
+    sent.append(name)
+    acts.get(name, lambda: None)()
+
+
+send.lease_seconds = 60  # type: ignore[attr-defined]
+
+
+def take(job: StagedJob) -> None:
+    """Take a job at once."""
+    sent.append(job.job_args["name"])
+
+
+@pytest.fixture(autouse=True)
+def _service(settings: Settings) -> Iterator[None]:
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.send", "fast": f"{__name__}.take"}}
+    sent.clear()
+    yield
+    acts.clear()
+
+
+def stage(*names: str, queue: str = "slow", group: str | None = None) -> None:
+    for name in names:
+        with transaction.atomic():
+            stage_job("shop.jobs.book", {"name": name}, queue=queue, group=group)
+
+
+def refuse() -> None:
+    raise ValueError("on purpose")
+
+
+def left() -> dict[str, tuple[int, bool]]:
+    """Return for each staged job its number of refusals, and whether it has failed."""
+    rows = StagedJob.objects.values_list("job_args__name", "refusals", "failed_at")
+    return {name: (refusals, failed_at is not None) for name, refusals, failed_at in rows}
+
+
+def test_no_transaction_is_open_during_a_hand_over_and_no_other_process_gets_its_job() -> None:
+    found: list[object] = []
+
+    def look() -> None:
+        Entry.objects.create(name="a write of the function")
+        found.append(connection.in_atomic_block)
+        found.append(elsewhere(lambda: (enqueue_once(), backlog().due_jobs, left())))
+        found.append(elsewhere(Entry.objects.count))
+
+    acts["a"] = look
+    stage("a")
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert found == [False, (EnqueuePass(), 0, {"a": (0, False)}), 1]
+    assert (sent, left()) == (["a"], {})
+
+
+def test_other_queues_are_handed_over_before() -> None:
+    found: list[object] = []
+    acts["a"] = lambda: found.append(elsewhere(left))
+    stage("a")
+    stage("b", "c", queue="fast")
+    assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert (sent, found) == (["b", "c", "a"], [{"a": (0, False)}])
+
+
+def end_lease() -> None:
+    """End the lease, as after a pause of the process; another process gets the job."""
+    StagedJob.objects.filter(run_at__gt=Now()).update(run_at=ago(seconds=1))
+    found.append(elsewhere(enqueue_once))
+
+
+found: list[EnqueuePass] = []
+
+
+@pytest.mark.parametrize("refused_by", ["the late one", "the other", "neither"])
+def test_a_process_whose_lease_has_ended_neither_changes_nor_counts_its_job(
+    refused_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found.clear()
+
+    def first() -> None:
+        acts["a"] = refuse if refused_by == "the other" else lambda: None
+        end_lease()
+        if refused_by == "the late one":
+            refuse()
+
+    acts["a"] = first
+    stage("a")
+    assert enqueue_once() == EnqueuePass()
+    of_other = EnqueuePass(refused=1) if refused_by == "the other" else EnqueuePass(handed_over=1)
+    assert (found, sent) == ([of_other], ["a", "a"])
+    assert left() == ({"a": (1, False)} if refused_by == "the other" else {})
+    assert "1 results of hand-overs are not written" in caplog.text
+
+
+def test_a_late_process_does_not_delete_the_job_that_another_one_holds() -> None:
+    def second() -> None:
+        acts["a"] = lambda: None
+        StagedJob.objects.update(run_at=Now() + timedelta(seconds=60, microseconds=1))
+
+    acts["a"] = second
+    stage("a")
+    assert enqueue_once() == EnqueuePass()
+    assert left() == {"a": (0, False)}
+
+
+def test_a_job_that_was_not_offered_in_time_is_due_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_batch, "TURN_SECONDS", -1)
+    stage("a", "b")
+    StagedJob.objects.update(run_at=ago(hours=2))
+    before = dict(StagedJob.objects.values_list("pk", "run_at"))
+    calls = iter([False, True])
+    assert enqueue_once(stop=lambda: next(calls)) == EnqueuePass()
+    assert (sent, dict(StagedJob.objects.values_list("pk", "run_at"))) == ([], before)
+
+
+def test_a_claim_takes_only_as_many_jobs_as_fit_into_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most of a long backlog stays free for other processes, and in the figures."""
+    names = [f"job {number}" for number in range(40)]
+    stage(*names)
+    acts.update(dict.fromkeys(names, lambda: waiting.append(elsewhere(lambda: backlog().due_jobs))))
+    waiting: list[int] = []
+    assert enqueue_once() == EnqueuePass(handed_over=40)
+    assert (sorted(sent), waiting[0]) == (sorted(names), 40 - _batch.FIRST_CLAIM)
+
+
+def test_an_outage_of_the_service_leaves_jobs_due_as_before() -> None:
+    def away() -> None:
+        raise BrokerUnavailable("the service is away")
+
+    stage("a", "b")
+    acts.update(a=away, b=away)
+    StagedJob.objects.update(run_at=ago(hours=2))
+    before = dict(StagedJob.objects.values_list("pk", "run_at"))
+    with pytest.raises(BrokerUnavailable):
+        enqueue_once()
+    assert dict(StagedJob.objects.values_list("pk", "run_at")) == before
+    assert backlog().oldest_seconds > 7000
+    assert left() == {"a": (0, False), "b": (0, False)}
+
+
+def test_each_queue_has_its_turn() -> None:
+    for name in ("a", "b", "c"):
+        stage(*(f"{name}{number}" for number in range(20)), queue=name)
+    assert enqueue_once() == EnqueuePass(handed_over=60)
+    assert [name[0] for name in sent] == list(2 * ("a" * 10 + "b" * 10 + "c" * 10))
+
+
+def test_a_job_that_is_held_by_a_lease_holds_its_group() -> None:
+    found: list[object] = []
+    acts["a1"] = lambda: found.append(elsewhere(enqueue_once))
+    stage("a1", "a2", group="account:7")
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+    assert (sent, found) == (["a1", "a2"], [EnqueuePass()])
+
+
+@pytest.mark.postgres
+def test_a_lost_connection_refuses_one_job_and_keeps_the_other_results() -> None:
+    def lose() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    stage("a", "b", "c")
+    acts["b"] = lose
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    assert (sent, left()) == (["a", "b", "c"], {"b": (1, False)})
+
+
+@pytest.mark.postgres
+def test_a_session_that_the_server_ends_meanwhile_loses_no_result() -> None:
+    def end_session() -> None:
+        pid = connection.connection.info.backend_pid
+        elsewhere(lambda: execute(f"SELECT pg_terminate_backend({pid})"))
+
+    stage("a", "b")
+    acts["b"] = end_session
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+    assert (sent, left()) == (["a", "b"], {})
+
+
+def execute(text: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(text)
+
+
+@pytest.mark.postgres
+def test_a_job_that_cannot_be_released_is_not_taken_for_one_that_the_service_has() -> None:
+    """Its lease makes it due again."""
+
+    def away() -> None:
+        execute(
+            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$ BEGIN RAISE EXCEPTION 'on purpose'; END $$"
+        )
+        execute(
+            f"CREATE TRIGGER keep BEFORE UPDATE ON {StagedJob._meta.db_table}"
+            " FOR EACH ROW EXECUTE FUNCTION keep()"
+        )
+        raise BrokerUnavailable("the service is away")
+
+    acts["a"] = away
+    stage("a")
+    try:
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    finally:
+        execute("DROP FUNCTION keep() CASCADE")
+    acts.clear()
+    StagedJob.objects.update(run_at=ago(seconds=1))
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert (sent, left()) == (["a", "a"], {})
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "60", 1e300])
+def test_an_invalid_lease_refuses_jobs(seconds: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idempotency._hand_over._built", {})
+    monkeypatch.setattr(send, "lease_seconds", seconds)
+    stage("a")
+    stage("b", queue="fast")
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert (sent, left()) == (["b"], {"a": (1, False)})
