@@ -234,7 +234,7 @@ def operation(
     - ``call``: ``keyed(function, valid_hours=23)`` or ``at_most_once(function)``. The decorated
       function gets the value of the call as its first argument.
     - ``after``: a function of the arguments, which runs in the first transaction; or a ``step``,
-      which runs before the decorated function. Its name is a recovery point, and is stored.
+      which runs before the decorated function. The name of either is stored as a recovery point.
     - ``undo(why, ...)``: a function that undoes the writes of earlier transactions. It runs in the
       transaction that stores a refusal. Without ``undo``, a refusal after a committed transaction
       makes the key stuck.

@@ -36,6 +36,7 @@ from pytest_django import Settings
 from idempotency import scopes
 from idempotency._http.key_header import key_of as key_carried_by
 from idempotency._http.problems import Problem
+from idempotency.completer import complete_key
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
@@ -216,6 +217,23 @@ def test_validate_refuses_before_a_key_is_spent(kind: Kind, serve: Serve, sender
     assert not IdempotencyKey.objects.exists()
     assert sender.send(body='"good"').status_code == 201
     assert work.runs == 1
+
+
+def test_validate_refuses_retries_and_replays_but_not_the_completer(
+    serve: Serve, sender: Sender
+) -> None:
+    """The switch of ``docs/incidents.md``."""
+    switched_off = False
+    work = Counted(lambda request: create(request) if work.runs > 1 else 1 / 0)
+    serve(view=phased(work, validate=lambda _: HttpResponse(status=503) if switched_off else None))
+    assert sender.send().status_code == 500
+    switched_off = True
+    assert sender.send().status_code == 503
+    assert complete_key(IdempotencyKey.objects.get().pk) == "finished"
+    assert sender.send().status_code == 503
+    switched_off = False
+    assert sender.send().headers["Idempotent-Replayed"] == "true"
+    assert work.runs == 2
 
 
 @pytest.mark.parametrize("missing", [None, ""])
