@@ -125,29 +125,46 @@ def request_group(method: str, path: str) -> str:
 
 def in_error_group(rows: Any, error: Any, group: str) -> Any:
     """Return those of ``rows`` whose ``error``, an expression, is in the group."""
-    return _in_group(rows.alias(error_text=error), "error_text", ErrorPattern(error), group)
+    return _in_groups(rows.alias(error_text=error), ("error_text", ErrorPattern(error), group))
 
 
-def in_request_group(keys: Any, group: str) -> Any:
-    """Return those of ``keys`` whose request is in the group (``request_group``)."""
+def in_key_groups(keys: Any, error: str, request: str) -> Any:
+    """Return those of ``keys`` whose error is in the group ``error``, and whose request is in the
+    group ``request`` (``request_group``). An empty text stands for all groups."""
+    groups: list[tuple[str, ErrorPattern, str]] = []
     operation = work_line(METHOD, "")
-    if group.startswith(operation):
-        return keys.filter(request_method=METHOD, request_path=group.removeprefix(operation))
-    method, _, path = group.partition(" ")
-    keys = keys.filter(request_method=method)
-    return _in_group(keys, "request_path", PathPattern("request_path"), path)
+    if request.startswith(operation):
+        name = request.removeprefix(operation)
+        keys = keys.filter(request_method=METHOD, request_path=name)
+    elif request:
+        method, _, path = request.partition(" ")
+        keys = keys.filter(request_method=method)
+        groups.append(("request_path", PathPattern("request_path"), path))
+    if error:
+        keys = keys.alias(error_text=ERROR)
+        groups.append(("error_text", ErrorPattern(ERROR), error))
+    return _in_groups(keys, *groups) if groups else keys
 
 
-def _in_group(rows: Any, name: str, pattern: ErrorPattern, group: str) -> Any:
-    """Return those of ``rows`` whose text ``name`` is in the group. A query finds the patterns of
-    the group."""
-    # Each text of the group contains these parts. To find them costs less than a pattern.
-    parts = sorted(re.split(rf"[{_SIGN}\s…]+", group), key=len)[-_MAX_PARTS:]
-    has_parts = Q(*[(f"{name}__contains", part) for part in parts if part])
-    texts = counted(rows.filter(has_parts).annotate(pattern=pattern), "pattern", text=Min(name))
-    patterns = [row.pattern for row in texts if pattern.group_of(row.text) == group]
-    alias = f"{name}_pattern"
-    return rows.alias(**{alias: pattern}).filter(has_parts, **{f"{alias}__in": patterns})
+def _in_groups(rows: Any, *groups: tuple[str, ErrorPattern, str]) -> Any:
+    """Return those of ``rows`` whose texts are in these groups: the name of each text, its pattern
+    and its group. One query finds the patterns of all groups."""
+    columns, texts = {}, {}
+    for name, pattern, group in groups:
+        # Each text of the group contains these parts. To find them costs less than a pattern.
+        parts = sorted(re.split(rf"[{_SIGN}\s…]+", group), key=len)[-_MAX_PARTS:]
+        rows = rows.filter(*[Q((f"{name}__contains", part)) for part in parts if part])
+        columns[f"{name}_pattern"], texts[f"{name}_min"] = pattern, Min(name)
+    found = [
+        row
+        for row in counted(rows.annotate(**columns), *columns, **texts)
+        if all(
+            pattern.group_of(text) == group
+            for (_, pattern, group), text in zip(groups, row[-len(groups) :], strict=True)
+        )
+    ]
+    patterns = {f"{name}__in": {getattr(row, name) for row in found} for name in columns}
+    return rows.alias(**columns).filter(**patterns)
 
 
 def unfinished_keys(every: Any) -> tuple[UnfinishedKeys, list[ErrorGroup]]:

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency.admin.bodies import VIEWED
-from idempotency.admin.error_groups import ERROR, in_error_group, in_request_group
+from idempotency.admin.error_groups import in_error_group, in_key_groups
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import FINISHED, IdempotencyKey
 from idempotency.monitoring.measures import SPANS
@@ -188,27 +188,36 @@ class StatusFilter(ChosenFilter):
         return newest(rows.filter(response_code=int(value)), NEWEST)
 
 
-class ErrorGroupFilter(ChosenFilter):
-    """The group of the error (``error_groups.group_of``) of unfinished keys."""
-
-    title = _("error")
-    parameter_name = "error_group"
-
-    def chosen(self, rows: Any, value: str) -> Any:
-        return in_error_group(rows.unfinished(), ERROR, value)
-
-
 class RequestGroupFilter(ChosenFilter):
-    """The group of the request (``error_groups.request_group``) of unfinished keys."""
+    """The group of the request (``error_groups.request_group``). ErrorGroupFilter applies it,
+    because one query finds both groups."""
 
     title = _("request")
     parameter_name = "request_group"
 
     def chosen(self, rows: Any, value: str) -> Any:
-        return in_request_group(rows.unfinished(), value)
+        return rows
 
 
-class JobErrorGroupFilter(ErrorGroupFilter):
+class ErrorGroupFilter(ChosenFilter):
+    """The groups of the error (``error_groups.group_of``) and of the request of unfinished keys."""
+
+    title = _("error")
+    parameter_name = "error_group"
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        error, place = self.value() or "", request.GET.get(RequestGroupFilter.parameter_name, "")
+        if "\0" in error + place:
+            return queryset.none()
+        return in_key_groups(queryset.unfinished(), error, place) if error or place else queryset
+
+
+class JobErrorGroupFilter(ChosenFilter):
+    """The group of the error of failed jobs."""
+
+    title = _("error")
+    parameter_name = "error_group"
+
     def chosen(self, rows: Any, value: str) -> Any:
         return in_error_group(rows.filter(failed_at__isnull=False), F("last_error"), value)
 
