@@ -5,7 +5,7 @@ from django.conf import settings
 
 from idempotency.contrib.celery import CeleryBackend, OnceTask
 from tests.kit.celery_app import broker_url
-from tests.processes.service import JOB, TakesTime, leave_entry
+from tests.processes.service import JOB, NEXT_JOB, TakesTime, leave_entry, leave_next
 
 app = Celery("killed", broker=broker_url(settings.REDIS_URL), set_as_current=True)
 app.conf.update(
@@ -20,6 +20,7 @@ app.conf.update(
     },
 )
 app.task(leave_entry, name=JOB, base=OnceTask)
+app.task(leave_next, name=NEXT_JOB, base=OnceTask)
 
 
 class Backend(TakesTime, CeleryBackend):

@@ -17,6 +17,8 @@ class Queue(ABC):
 
     backend: str
     worker: list[str]
+    #: The names of the workers that a test of several workers starts.
+    workers: tuple[str, ...] = ("worker", "second worker")
 
     @staticmethod
     @abstractmethod
@@ -36,6 +38,7 @@ class Rq(Queue):
     worker = _django(
         "rqworker default --worker-class tests.processes.queue_rq.SoleWorker --verbosity 1"
     )
+    workers = ("worker",)
 
     @staticmethod
     def left(connection: Any) -> int:

@@ -25,7 +25,7 @@ from tests.kit.chance import chance
 from tests.kit.commands import FAILING, RECOVERED, environment, run
 from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.processes.queues import QUEUES, Celery, Rq
+from tests.processes.queues import QUEUES, Celery, Rq, Tasks
 from tests.processes.service import HOPELESS, JOB, NEXT_JOB
 
 pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
@@ -43,7 +43,8 @@ COMMANDS = {
 LOOPS = ["complete_keys", "enqueue_jobs", "reap_keys"]
 KILLS = 24
 JOBS, KEYS, EXPIRED = 2000, 500, 300
-GROUPS, JOBS_OF_GROUP = 1000, 2
+#: Groups of two jobs, and kills: RQ has the large number.
+GROUPS = {Rq: (1000, KILLS), Celery: (100, 8), Tasks: (100, 8)}
 END_SECONDS = 1200
 
 
@@ -58,7 +59,7 @@ class Processes:
     def _start(self, stack, folder, name, queue, given):
         command = (
             queue.worker
-            if name == "worker"
+            if name in queue.workers
             else [sys.executable, "-m", "django", *COMMANDS[name].split()]
         )
         return stack.enter_context(
@@ -178,18 +179,19 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
     assert queue.given_up(broker) == 0
 
 
-@pytest.mark.parametrize("queue", [Rq], indirect=True)
 @override_settings(IDEMPOTENCY={"JOB_MODULES": ["tests.processes.service"]})
 def test_groups_keep_their_order_while_every_process_is_killed(queue, broker, tmp_path):
-    drawn = chance()
-    staged = [(group, number) for group in range(GROUPS) for number in range(JOBS_OF_GROUP)]
-    ends = [len(staged) * kill // KILLS for kill in range(KILLS + 1)]
+    """Two workers of Celery and of Django Tasks could run both jobs of a group at once."""
+    drawn, (groups, kills) = chance(), GROUPS[queue]
+    staged = [(group, number) for group in range(groups) for number in range(2)]
+    ends = [len(staged) * kill // kills for kill in range(kills + 1)]
 
     def left():
         return StagedJob.objects.count(), queue.left(broker), Entry.objects.count()
 
     with ExitStack() as stack:
-        processes = Processes(stack, tmp_path, queue, "enqueuer", "second enqueuer", "worker")
+        names = "enqueuer", "second enqueuer", *queue.workers
+        processes = Processes(stack, tmp_path, queue, *names)
         for begin, end in pairwise(ends):
             with transaction.atomic():
                 for group, number in staged[begin:end]:
