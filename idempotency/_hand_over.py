@@ -104,6 +104,7 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
                     f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none"
                     " for '*'."
                 )
+            follow_ups = _follow_ups(backend, jobs)
         except FAILURES as error:
             batch.results |= dict.fromkeys((job.pk for job in jobs), error)
             return
@@ -115,7 +116,7 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
         if jobs and (seconds := getattr(backend, "lease_seconds", None)) is not None:
             claim(batch, queue, jobs, seconds)
         elif jobs:
-            _hand_over_to(backend, queue, jobs, batch)
+            _hand_over_to(backend, queue, jobs, batch, follow_ups)
 
 
 @in_own_context
@@ -127,7 +128,7 @@ def hand_over_claim(held: Claim) -> None:
         if backend is None or held.time_is_up():
             return
         try:
-            _hand_over_to(backend, held.queue, held.jobs, held)
+            _hand_over_to(backend, held.queue, held.jobs, held, _follow_ups(backend, held.jobs))
         except TransactionBroken as broken:
             # The connection was lost. Each time, one job is refused: see write_after_rollback().
             unknown = [job.pk for job in held.jobs if job.pk not in held.lasting]
@@ -135,13 +136,15 @@ def hand_over_claim(held: Claim) -> None:
                 held.lasting[unknown[0]] = backends.Refusal(broken.__cause__ or broken)
 
 
-def _hand_over_to(backend: Backend, queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
+def _hand_over_to(
+    backend: Backend, queue: str, jobs: Sequence[StagedJob], batch: Batch, follow_ups: Results
+) -> None:
     batch.offered += jobs
     lasting = isinstance(batch, Claim) or not getattr(backend, "uses_database", True)
     try:
-        results = _until_effect(backend, jobs, _results(backend, queue, jobs))
+        results = _until_effect(follow_ups, _results(backend, queue, jobs))
     except TransactionBroken as broken:
-        broken.results = _until_effect(backend, jobs, broken.results)
+        broken.results = _until_effect(follow_ups, broken.results)
         _keep(broken, batch, lasting)
         raise
     batch.results |= results
@@ -150,37 +153,54 @@ def _hand_over_to(backend: Backend, queue: str, jobs: Sequence[StagedJob], batch
 
 
 def _before(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
-    """Return the results of those jobs of groups that were handed over before and are not handed
-    over again now: they took effect, their follow-up is later, or they are out of attempts."""
-    grouped = [job for job in jobs if job.group]
+    """Return the results of those jobs that are not handed over now: they took effect, are out of
+    attempts, or belong to a group and their follow-up is later."""
+    if not _may_lose(backend):
+        jobs = [job for job in jobs if job.group]
     try:
-        results: Results = dict.fromkeys(jobs_done(grouped), TookEffect())
+        results: Results = dict.fromkeys(jobs_done(jobs), TookEffect())
     except (OperationalError, InterfaceError) as error:
+        # No job is the cause, so no job is refused.
         unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
-        return dict.fromkeys((job.pk for job in grouped), unread)
-    for job in grouped:
-        if job.pk in results or job.handed_over_at is None:
+        return dict.fromkeys((job.pk for job in jobs), unread)
+    for job in jobs:
+        if job.pk in results:
             continue
-        passed = (job.run_at - job.handed_over_at).total_seconds()
-        if passed < _follow_up_seconds(backend) * 2 ** (job.hand_overs - 1):
-            wait = 2 ** int(log2(max(1, passed)))
-            results[job.pk] = NotOffered(min(wait, LONGEST_CHECK_SECONDS))
-        elif job.hand_overs >= backends.MAX_ATTEMPTS:
+        if job.handed_over_at is not None:  # only of jobs of groups
+            passed = (job.run_at - job.handed_over_at).total_seconds()
+            if passed < _follow_up_seconds(backend) * 2 ** (job.hand_overs - 1):
+                wait = 2 ** int(log2(max(1, passed)))
+                results[job.pk] = NotOffered(min(wait, LONGEST_CHECK_SECONDS))
+                continue
+        if job.hand_overs >= backends.MAX_ATTEMPTS:
             results[job.pk] = backends.NoEffect()
     return results
+
+
+def _may_lose(backend: Backend) -> bool:
+    return bool(getattr(backend, "follow_up_seconds", None))
 
 
 def _follow_up_seconds(backend: Backend) -> float:
     return getattr(backend, "follow_up_seconds", None) or GROUP_FOLLOW_UP_SECONDS
 
 
-def _until_effect(backend: Backend, jobs: Sequence[StagedJob], results: Results) -> Results:
-    """Return the results with those jobs of groups staged that the broker took, if the inbox tells
-    when they took effect. Otherwise the hand-over counts as the effect."""
-    if not getattr(backend, "uses_inbox", False):
-        return results
-    taken = [job.pk for job in jobs if job.group and results.get(job.pk, job) is None]
-    return results | dict.fromkeys(taken, OfferAgain(_follow_up_seconds(backend)))
+def _follow_ups(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
+    """Return the results of those jobs that stay staged when the broker has taken them: it may lose
+    them, or they belong to a group and the inbox tells when they took effect. For other jobs of
+    groups the hand-over counts as the effect."""
+    if not _may_lose(backend):
+        uses_inbox = getattr(backend, "uses_inbox", False)
+        jobs = [job for job in jobs if job.group and uses_inbox]
+    seconds = _follow_up_seconds(backend)
+    return {
+        job.pk: OfferAgain(min(seconds * 2**job.hand_overs, backends.TEN_YEARS)) for job in jobs
+    }
+
+
+def _until_effect(follow_ups: Results, results: Results) -> Results:
+    taken = {pk for pk, result in results.items() if result is None}
+    return results | {pk: again for pk, again in follow_ups.items() if pk in taken}
 
 
 def _keep(broken: TransactionBroken, batch: Batch, lasting: bool) -> None:

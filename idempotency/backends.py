@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
-from django.db import InterfaceError, OperationalError, transaction
+from django.db import transaction
 
 from idempotency._async import awaited, in_own_context
 from idempotency._boundary import (
@@ -23,7 +23,6 @@ from idempotency._boundary import (
 )
 from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
-from idempotency.inbox import jobs_done
 from idempotency.jobs import refuse_generator
 from idempotency.models import StagedJob
 
@@ -35,7 +34,7 @@ BROKER_TIMEOUT_SECONDS = 10
 #: The broker is unavailable after this number of jobs in a row that it did not take; after two, if
 #: they took BROKER_TIMEOUT_SECONDS.
 MOST_UNAVAILABLE = 10
-_TEN_YEARS = 315_576_000
+TEN_YEARS = 315_576_000
 #: The end of the current batch, as a value of time.monotonic().
 deadline: ContextVar[float] = ContextVar("idempotency_deadline", default=float("inf"))
 
@@ -77,8 +76,8 @@ class OfferAgain:
     seconds: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seconds, int | float) or not 1 <= self.seconds <= _TEN_YEARS:
-            range_ = f"a number of seconds from 1 to {_TEN_YEARS}"
+        if not isinstance(self.seconds, int | float) or not 1 <= self.seconds <= TEN_YEARS:
+            range_ = f"a number of seconds from 1 to {TEN_YEARS}"
             raise ValueError(f"OfferAgain takes {range_}, not {self.seconds!r}.")
 
 
@@ -120,6 +119,10 @@ class Backend(Protocol):
     A class with ``uses_database = False`` declares that its hand-over writes to no Django database.
     If the transaction of the enqueuer is lost after the hand-over, the results of such a class are
     kept. For any other class, the jobs are handed over again.
+
+    A class with ``follow_up_seconds``, a number, declares that the queue may lose a job, for
+    example when a worker dies. The job stays staged until the inbox has it, and is handed over
+    again after this time, then after twice that time, and so on.
 
     A class with ``uses_inbox = True`` declares that its workers run jobs in ``process_once``. A job
     of a group then waits until the inbox has the job before it. With False, it waits until the
@@ -223,9 +226,6 @@ def _result_of(
 class OneByOne:
     """The base class of a backend whose broker takes one job at a time."""
 
-    #: For a queue that may lose a job when a worker dies. The job stays staged until the inbox has
-    #: it, and is handed over again after this time, then after twice that time, and so on. None:
-    #: the queue is reliable.
     follow_up_seconds: float | None = None
     #: False if a hand-over does not use a Django database; it then needs no savepoint.
     uses_database = True
@@ -236,26 +236,12 @@ class OneByOne:
         """Hand the jobs over one after the other, as long as ``seconds_left()`` permits. An
         exception of ``hand_over_one()`` refuses its job; BrokerUnavailable does so only if the
         broker takes another job."""
-        results: Results = {}
-        if self.follow_up_seconds:
-            try:
-                results = dict.fromkeys(jobs_done(jobs), TookEffect())
-            except (OperationalError, InterfaceError) as error:
-                # No job is the cause, so no job is refused.
-                unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
-                return OfferedSingly(dict.fromkeys((job.pk for job in jobs), unread))
-        waiting = [job for job in jobs if job.pk not in results]
-        return OfferedSingly(results | offer_singly(waiting, partial(self._offer, queue)))
+        return OfferedSingly(offer_singly(jobs, partial(self._offer, queue)))
 
-    def _offer(self, queue: str, job: StagedJob) -> OfferAgain | None:
-        again = None
-        if self.follow_up_seconds:
-            if job.hand_overs >= MAX_ATTEMPTS:
-                raise NoEffect
-            again = OfferAgain(min(self.follow_up_seconds * 2**job.hand_overs, _TEN_YEARS))
+    def _offer(self, queue: str, job: StagedJob) -> None:
         if not self.uses_database:
             self._hand_over(queue, job)
-            return again
+            return
         # The queue may be in this database. An error there must not break the transaction of the
         # enqueuer. The connections to other databases are checked before the next job.
         with hand_over_savepoint(job._state.db):
@@ -269,7 +255,6 @@ class OneByOne:
                     " was rolled back. Commit it in the hand-over, for example with"
                     " transaction.atomic()."
                 )
-        return again
 
     @in_own_context
     def _hand_over(self, queue: str, job: StagedJob) -> None:

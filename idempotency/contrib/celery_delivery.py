@@ -45,7 +45,9 @@ class Broker:
         """
         if not self.is_connected:
             connection = app.connection_for_write()
-            bounds = BOUNDS.get(connection.transport.driver_type, {})
+            bounds: dict[str, Any] = BOUNDS.get(connection.transport.driver_type, {})
+            if connection.transport_cls == "sentinel":
+                bounds = bounds | {"sentinel_kwargs": _of_sentinels(connection, bounds)}
             connection = app.connection_for_write(connect_timeout=5, transport_options=bounds)
             errors = (*connection.connection_errors, *connection.channel_errors)
             try:
@@ -94,6 +96,16 @@ class OnceRequest(Request):  # type: ignore[misc]
         """Ignore the failure at a hard limit, because a process pool calls ``on_timeout`` next."""
         if exc_info.type is not TimeLimitExceeded:
             super().on_failure(exc_info, **options)
+
+
+def _of_sentinels(connection: Any, bounds: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the connections to Sentinels, which by default try eleven times."""
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    given = connection.transport_options.get("sentinel_kwargs") or {}
+    timeouts = {name: value for name, value in bounds.items() if name.startswith("socket_")}
+    return given | timeouts | {"retry": Retry(NoBackoff(), 0)}
 
 
 def was_cut(error: BaseException | None) -> bool:

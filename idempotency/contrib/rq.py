@@ -75,6 +75,8 @@ class RQBackend:
     uses_database = False
     uses_inbox = True
     retry: Retry = RETRIES["retry"]
+    #: For Redis with Sentinel, set a number: a failover loses jobs that the replica does not have.
+    follow_up_seconds: float | None = None
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
         """Enqueue ``jobs`` in one MULTI/EXEC: all or none.
@@ -91,7 +93,10 @@ class RQBackend:
             if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[
                 2
             ].startswith(_WORDS):
-                if isinstance(error, redis_errors.ConnectionError) and _answers(rq_queue):
+                # The client of Sentinel replaces the error of a demoted primary.
+                was_demoted = isinstance(error.__context__, redis_errors.ReadOnlyError)
+                is_cut = isinstance(error, redis_errors.ConnectionError) and not was_demoted
+                if is_cut and _answers(rq_queue):
                     raise ValueError(
                         f"Redis at {_address(rq_queue)} answers, but closed the connection during"
                         " the hand-over. If the job is larger than its client-query-buffer-limit,"
@@ -127,7 +132,11 @@ def _queue(name: str) -> Queue:
             f" rqworker {name}), and restart the enqueuer. Or stage these jobs on another queue."
         )
     connection = get_connection(name)
-    connection.connection_pool.connection_kwargs.update(_BOUNDS)
+    pools = [pool := connection.connection_pool]
+    if isinstance(pool, SentinelConnectionPool):
+        pools += [each.connection_pool for each in pool.sentinel_manager.sentinels]
+    for each in pools:
+        each.connection_kwargs.update(_BOUNDS)
     return get_queue(name, connection=connection)
 
 
