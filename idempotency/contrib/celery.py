@@ -13,7 +13,7 @@ from typing import Any
 
 from amqp.exceptions import ConnectionError as LostConnection  # type: ignore[import-untyped]
 from asgiref.sync import async_to_sync
-from celery import Celery, Task, current_app, shared_task
+from celery import Task, current_app, shared_task
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import Error, transaction
 from kombu.exceptions import OperationalError as BrokerError
@@ -195,7 +195,8 @@ class CeleryBackend(OneByOne):
     becomes the task id.
 
     The queue "default" means that Celery's routes decide; other names are queues of Celery. Results
-    are ignored. For another Celery app than the current one, make a subclass.
+    are ignored. For another Celery app than the current one, make a subclass with the attribute
+    ``app``.
     """
 
     #: With Redis as the broker, a message is lost if its worker is killed right after it took the
@@ -204,9 +205,10 @@ class CeleryBackend(OneByOne):
     follow_up_seconds: float | None = 600
     uses_database = False
     uses_inbox = True
+    app: Any = None
 
     def __init__(self) -> None:
-        self.app: Celery = current_app._get_current_object()
+        self.app = self.app or current_app._get_current_object()
         self._broker = Broker()
         self._imported = False
         if self.app.connection_for_write().transport.driver_type != "redis":

@@ -124,6 +124,16 @@ def backend(monkeypatch: pytest.MonkeyPatch, server: AmqpServer) -> Iterator[Cel
     gc.collect()
 
 
+def test_the_app_of_a_subclass_decides_whether_its_jobs_may_be_lost() -> None:
+    class OnRabbitMQ(CeleryBackend):
+        app = Celery(broker="pyamqp://", set_as_current=False)
+
+    class OnRedis(CeleryBackend):
+        app = Celery(broker="redis://", set_as_current=False)
+
+    assert (OnRabbitMQ().follow_up_seconds, OnRedis().follow_up_seconds) == (None, 600)
+
+
 def refusals() -> set[int]:
     return set(StagedJob.objects.values_list("refusals", flat=True))
 
