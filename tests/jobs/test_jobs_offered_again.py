@@ -1,7 +1,7 @@
 """Jobs that a queue may lose stay staged and are offered again: what is counted, what is
 remembered, and for how long."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
@@ -16,7 +16,13 @@ from django.utils import timezone
 from pytest_django import Settings
 
 from idempotency import backends
-from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OfferAgain, OneByOne
+from idempotency.backends import (
+    MAX_ATTEMPTS,
+    BrokerUnavailable,
+    HandOverResult,
+    OfferAgain,
+    OneByOne,
+)
 from idempotency.checks.databases import check_references
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -51,6 +57,17 @@ class KeepingQueue(ForgetfulQueue):
     """One that loses nothing."""
 
     follow_up_seconds = None
+
+
+class ForgetfulBatches:
+    """A queue that may lose what it took, and takes a batch at once."""
+
+    follow_up_seconds = 30
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
+        """Note the ids."""
+        handed.extend(job.pk for job in jobs)
+        return {}
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +110,18 @@ def test_a_job_that_waits_for_its_next_look_is_remembered_however_long() -> None
     assert offer() == EnqueuePass()
     assert (handed, StagedJob.objects.count()) == ([], 0)
     assert forget() == ReapPass(messages=2)
+
+
+def test_a_backend_of_whole_batches_follows_up_like_any_other(settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ForgetfulBatches"}}
+    jobs = StagedJobFactory.create_batch(3)
+    assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert not StagedJob.objects.filter(run_at__lte=Now()).exists()
+    handed.pop()
+    work()
+    assert offer() == EnqueuePass(handed_over=1)
+    assert handed == [jobs[2].pk]
+    assert StagedJob.objects.get().hand_overs == 2
 
 
 def given_up() -> StagedJob:
