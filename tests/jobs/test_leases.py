@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.db.models.functions import Now
 from pytest_django import Settings
 
@@ -182,6 +182,22 @@ def test_a_job_that_is_held_by_a_lease_holds_its_group() -> None:
     stage("a1", "a2", group="account:7")
     assert enqueue_once() == EnqueuePass(handed_over=2)
     assert (sent, found) == (["a1", "a2"], [EnqueuePass()])
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_lease_is_in_the_database_of_the_job() -> None:
+    found: list[object] = []
+
+    def look() -> None:
+        found.append(connections["shard_b"].in_atomic_block)
+        found.append(elsewhere(lambda: enqueue_once(using="shard_b")))
+
+    acts["a"] = look
+    with transaction.atomic(using="shard_b"):
+        stage_job("shop.jobs.book", {"name": "a"}, using="shard_b")
+    assert enqueue_once(using="shard_b") == EnqueuePass(handed_over=1)
+    assert (found, sent) == ([False, EnqueuePass()], ["a"])
 
 
 @pytest.mark.postgres

@@ -46,6 +46,13 @@ def test_a_job_is_handed_over_as_soon_as_it_is_committed(attempts):
     eventually(lambda: AuditRecord.objects.count() == 6)
 
 
+def test_a_job_of_a_slow_backend_is_handed_over_too(attempts):
+    attempts.IDEMPOTENCY |= {"ENQUEUERS": {"*": "tests.jobs.test_leases.send"}}
+    with transaction.atomic():
+        stage_job("tests.kit.jobs.record", {"name": "a"})
+    eventually(lambda: not StagedJob.objects.exists())
+
+
 def test_it_is_off_by_default(attempts):
     attempts.IDEMPOTENCY = {"ENQUEUERS": attempts.IDEMPOTENCY["ENQUEUERS"]}
     _prompt._movers.clear()
