@@ -126,8 +126,8 @@ def _of_effects(
             )
         if not derived.issuperset(map(str, keys)):
             cause = (
-                f"{fake.name} got a different key in each run, and not every key was that of a"
-                " call of this run"
+                f"{fake.name} got a different key in each run, and some of these keys come"
+                " from no call of the run"
             )
             return f"{cause}, at {lines}.", cures.RANDOM_KEY
         return f"{fake.name} was called under several derived keys, at {lines}.", cures.RANDOM_KEY
