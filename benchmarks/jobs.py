@@ -1,39 +1,45 @@
 """Measure how fast staged jobs reach their queue, compared with the client library of the queue.
 
-``python -m benchmarks.jobs [--jobs N] [--rounds N]`` starts a PostgreSQL and a Redis in a temporary
-folder. For RQ and for Celery it measures, in interleaved rounds: the client library, which enqueues
-jobs from memory (RQ's ``enqueue_many``, Celery with one producer); one enqueuer; and two concurrent
-enqueuers. For RQ it then measures the time from COMMIT until a job is in the queue, with the
-hand-over after COMMIT and with the enqueuer's loop. It prints a table, and exits with 1 if a target
-is missed.
+``python -m benchmarks.jobs [--jobs N] [--rounds N] [--queues ...]`` starts a PostgreSQL, a Redis
+and the brokers in a temporary folder. For each queue it measures, in interleaved rounds: the client
+library, which enqueues jobs from memory (RQ's ``enqueue_many``; Celery with one producer; pika with
+a confirmation of each job; a producer of Kafka with confirmations of each batch); one enqueuer; and
+two concurrent enqueuers. For RQ it then measures the time from COMMIT until a job is in the queue,
+with the hand-over after COMMIT and with the enqueuer's loop. It prints a table, and exits with 1 if
+a target is missed.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 from uuid import uuid4
 
 from benchmarks.ground import stop_in_order
-from benchmarks.targets import OF_DIRECT_AT_LEAST, TWO_TO_ONE_AT_LEAST
+from benchmarks.targets import JOB_TARGETS
+from rides_demo.processes.brokers import BROKERS
+from rides_demo.processes.debian import NotToBeHad
 from rides_demo.processes.embedded import Postgres, Redis, postgres_url, redis_url
 from rides_demo.processes.process import Process
 
-#: The ratios of one enqueuer to the client library, and of two enqueuers to one.
-TARGETS = {"of_direct": OF_DIRECT_AT_LEAST, "two_to_one": TWO_TO_ONE_AT_LEAST}
 JOBS, ROUNDS = 10_000, 5
 QUICK_JOBS, QUICK_ROUNDS = 2_000, 1
 BACKENDS = {
     "rq": "idempotency.contrib.rq.RQBackend",
     "celery": "idempotency.contrib.celery.CeleryBackend",
+    "rabbitmq": "idempotency.contrib.rabbitmq.RabbitMQBackend",
+    "kafka": "idempotency.contrib.kafka.KafkaBackend",
 }
+#: The queue of RabbitMQ, and the topic of Kafka.
+QUEUE = "default"
 NAME = "benchmarks.jobs.job"
 BATCH = 1000
 PROMPT_SAMPLES, LOOP_SAMPLES, QUICK_LOOP_SAMPLES = 200, 15, 5
@@ -44,14 +50,14 @@ def job(**args: Any) -> None:
 
 
 def set_up(queue: str, **changes: Any) -> Any:
-    """Set up Django and, for Celery, its app in this process; return the app, or None for RQ."""
+    """Set up Django and, for Celery, its app in this process; return the app, or None."""
     import django
     from django.conf import settings
 
     django.setup()
     ours = {"ENQUEUERS": {"*": BACKENDS[queue]}}
     settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, **ours, **changes}
-    if queue == "rq":
+    if queue != "celery":
         return None
     from celery import Celery
 
@@ -74,48 +80,147 @@ def arguments(number: int) -> dict[str, Any]:
 def direct(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
     """Enqueue ``count`` jobs with the client library: the same jobs as the enqueuer sends, with ids
     and retries."""
-    app = set_up(queue)
-    if queue == "rq":
-        from django_rq.queues import get_queue
-        from rq import Queue
-
-        from idempotency.contrib.rq import RQBackend, run_once
-
-        target = get_queue("default")
-
-        def enqueue(numbers: range) -> None:
-            """Enqueue one batch."""
-            batch = []
-            for number in numbers:
-                pk = str(uuid4())
-                call = [NAME, arguments(number), pk]
-                batch.append(
-                    Queue.prepare_data(
-                        run_once, args=call, job_id=pk, description=NAME, retry=RQBackend.retry
-                    )
-                )
-            target.enqueue_many(batch)
-
-    else:
-        producer = app.amqp.Producer(app.connection_for_write(), auto_declare=False)
-
-        def enqueue(numbers: range) -> None:
-            """Send one batch, job by job."""
-            for number in numbers:
-                app.send_task(
-                    NAME,
-                    kwargs=arguments(number),
-                    task_id=str(uuid4()),
-                    producer=producer,
-                    ignore_result=True,
-                )
-
+    enqueue = CLIENTS[queue](set_up(queue))
     enqueue(range(1))
     start.wait()
     begin = time.monotonic()
     for first in range(0, count, BATCH):
         enqueue(range(first, min(first + BATCH, count)))
     times.put((begin, time.monotonic()))
+
+
+def rq_client(app: None) -> Callable[[range], None]:
+    """Return a function that enqueues one batch."""
+    from django_rq.queues import get_queue
+    from rq import Queue
+
+    from idempotency.contrib.rq import RQBackend, run_once
+
+    target = get_queue("default")
+
+    def enqueue(numbers: range) -> None:
+        batch = []
+        for number in numbers:
+            pk = str(uuid4())
+            call = [NAME, arguments(number), pk]
+            batch.append(
+                Queue.prepare_data(
+                    run_once, args=call, job_id=pk, description=NAME, retry=RQBackend.retry
+                )
+            )
+        target.enqueue_many(batch)
+
+    return enqueue
+
+
+def celery_client(app: Any) -> Callable[[range], None]:
+    """Return a function that sends one batch, job by job."""
+    producer = app.amqp.Producer(app.connection_for_write(), auto_declare=False)
+
+    def enqueue(numbers: range) -> None:
+        for number in numbers:
+            app.send_task(
+                NAME,
+                kwargs=arguments(number),
+                task_id=str(uuid4()),
+                producer=producer,
+                ignore_result=True,
+            )
+
+    return enqueue
+
+
+def rabbitmq_client(app: None) -> Callable[[range], None]:
+    """Return a function that publishes one batch, and waits for the confirmation of each job."""
+    import pika
+    from django.conf import settings
+
+    channel = pika.BlockingConnection(pika.URLParameters(settings.RABBITMQ_URL)).channel()
+    channel.confirm_delivery()
+
+    def enqueue(numbers: range) -> None:
+        for number in numbers:
+            pk, body = message(number)
+            properties = pika.BasicProperties(
+                message_id=pk, content_type="application/json", delivery_mode=2
+            )
+            channel.basic_publish("", QUEUE, body, properties, mandatory=True)
+
+    return enqueue
+
+
+def kafka_client(app: None) -> Callable[[range], None]:
+    """Return a function that publishes one batch, and waits for its confirmations."""
+    from confluent_kafka import Producer
+    from django.conf import settings
+
+    producer = Producer({**settings.KAFKA, "enable.idempotence": True, "acks": "all"})
+
+    def enqueue(numbers: range) -> None:
+        for number in numbers:
+            pk, body = message(number)
+            producer.produce(QUEUE, body, pk, headers={"job_id": pk})
+        producer.flush(30)
+
+    return enqueue
+
+
+def message(number: int) -> tuple[str, bytes]:
+    """Return an id, and the message that the backends of RabbitMQ and Kafka make of its job."""
+    pk = str(uuid4())
+    call = {"job_id": pk, "job_name": NAME, "job_args": arguments(number)}
+    return pk, json.dumps(call | {"using": "default", "trace": None}).encode()
+
+
+def declare_queue(url: str) -> None:
+    """Declare the queue of RabbitMQ."""
+    import pika
+
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        quorum = {"x-queue-type": "quorum"}
+        connection.channel().queue_declare(QUEUE, durable=True, arguments=quorum)
+
+
+def make_topic(url: str) -> None:
+    """Make the topic of Kafka, with one partition."""
+    from confluent_kafka.admin import AdminClient, NewTopic
+
+    admin = AdminClient({"bootstrap.servers": url})
+    admin.create_topics([NewTopic(QUEUE, 1, 1)])[QUEUE].result()
+
+
+DECLARE = {"rabbitmq": declare_queue, "kafka": make_topic}
+CLIENTS: dict[str, Callable[[Any], Callable[[range], None]]] = {
+    "rq": rq_client,
+    "celery": celery_client,
+    "rabbitmq": rabbitmq_client,
+    "kafka": kafka_client,
+}
+
+
+def in_queue(queue: str) -> int:
+    """Return the number of jobs in the queue. That of Kafka gets another message."""
+    from django.conf import settings
+
+    if queue == "rabbitmq":
+        import pika
+
+        with pika.BlockingConnection(pika.URLParameters(settings.RABBITMQ_URL)) as connection:
+            declared = connection.channel().queue_declare(QUEUE, passive=True)
+            return int(declared.method.message_count)
+    if queue == "kafka":
+        from confluent_kafka import Producer
+
+        # The end of a topic that Tansu reports is too low. Another message has the right offset.
+        offsets: list[int] = []
+        producer = Producer(settings.KAFKA)
+        producer.produce(QUEUE, on_delivery=lambda error, sent: offsets.append(sent.offset()))
+        producer.flush(30)
+        return offsets[0]
+    import redis
+
+    with redis.Redis.from_url(settings.REDIS_URL) as broker:
+        return int(broker.llen("rq:queue:default" if queue == "rq" else "celery"))
 
 
 def enqueuer(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
@@ -155,6 +260,7 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
                 raise RuntimeError(f"A process of the benchmark died: {work.__name__} of {queue}.")
             time.sleep(0.01)
         broker.flushdb()
+        before = in_queue(queue)
         with connection.cursor() as cursor:
             cursor.execute(f"TRUNCATE {StagedJob._meta.db_table}")
         if work is enqueuer:
@@ -168,7 +274,7 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
         spans = [times.get() for _ in running]
         for process in running:
             process.join()
-        moved = broker.llen("rq:queue:default" if queue == "rq" else "celery")
+        moved = in_queue(queue) - before - (queue == "kafka")
         if moved != count:
             raise RuntimeError(f"{moved} of {count} jobs are in the queue of {queue}.")
     return count / (max(end for _, end in spans) - min(begin for begin, _ in spans))
@@ -208,13 +314,20 @@ def loop() -> Process:
 
 
 def measure(
-    quick: bool = False, *, jobs: int | None = None, rounds: int | None = None
+    quick: bool = False,
+    *,
+    jobs: int | None = None,
+    rounds: int | None = None,
+    queues: Collection[str] = tuple(BACKENDS),
 ) -> dict[str, Any]:
     """Return the figures: jobs per second of each way and their ratios (medians of the rounds);
     latencies in milliseconds."""
     jobs = jobs or (QUICK_JOBS if quick else JOBS)
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, _services(Path(folder)):
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        _services(Path(folder), queues) as missing,
+    ):
         set_up("rq", HAND_OVER_AFTER_COMMIT=True)
         from django.conf import settings
         from django.core.management import call_command
@@ -224,12 +337,18 @@ def measure(
         call_command("migrate", verbosity=0)
         figures: dict[str, Any] = {"jobs": jobs, "rounds": rounds}
         ways = {"direct": (direct, 1), "one": (enqueuer, 1), "two": (enqueuer, 2)}
-        for queue in BACKENDS:
+        for queue in queues:
+            if queue in missing:
+                figures[queue] = {"error": missing[queue]}
+                continue
             rates: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(rounds):
                 for way, (work, processes) in ways.items():
-                    rates[way].append(rate(work, queue, jobs, processes))
+                    # RabbitMQ writes each message to disk before it confirms it.
+                    count = jobs // 10 if queue == "rabbitmq" else jobs
+                    rates[way].append(rate(work, queue, count, processes))
             figures[queue] = {way: round(median(found)) for way, found in rates.items()} | {
+                "load": round(os.getloadavg()[0], 1),
                 "spread": {
                     way: [round(min(found)), round(max(found))] for way, found in rates.items()
                 },
@@ -269,7 +388,8 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 @contextmanager
-def _services(folder: Path) -> Iterator[None]:
+def _services(folder: Path, queues: Collection[str]) -> Iterator[dict[str, str]]:
+    """Start the servers; yield the reason for each queue whose broker cannot be had."""
     os.environ |= {
         "DATABASE_URL": postgres_url(folder / "postgres"),
         "REDIS_URL": redis_url(folder / "redis"),
@@ -278,21 +398,32 @@ def _services(folder: Path) -> Iterator[None]:
     }
     import redis
 
-    with Postgres(folder / "postgres", max_connections=20), Redis(folder / "redis") as broker:
+    missing = {}
+    with ExitStack() as stack:
+        stack.enter_context(Postgres(folder / "postgres", max_connections=20))
+        broker = stack.enter_context(Redis(folder / "redis"))
+        for name in BROKERS.keys() & {*queues}:
+            try:
+                server = stack.enter_context(BROKERS[name](folder / name))
+            except NotToBeHad as error:
+                missing[name] = str(error)
+            else:
+                os.environ[f"{name.upper()}_URL"] = server.url
+                DECLARE[name](server.url)
         with redis.Redis.from_url(broker.url) as connection:
             # The usual setting. With "always", each LPUSH of Celery waits for the disk, which
             # dominates the figures.
             connection.config_set("appendfsync", "everysec")
-        yield
+        yield missing
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
     """Return the targets that were missed."""
     return [
-        f"{queue} {name}: {figures[queue][name]}, target at least {least}"
-        for queue in BACKENDS
-        for name, least in TARGETS.items()
-        if figures[queue][name] < least
+        f"{queue} {name}: {found}, target at least {least}"
+        for queue, targets in JOB_TARGETS.items()
+        for name, least in targets.items()
+        if queue in figures and (found := figures[queue].get(name, 0)) < least
     ]
 
 
@@ -302,7 +433,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--jobs", type=int, default=JOBS, help="Jobs in each run (default: %(default)s)."
+        "--jobs",
+        type=int,
+        default=JOBS,
+        help="Jobs in each run (default: %(default)s); a tenth of them for RabbitMQ.",
     )
     parser.add_argument(
         "--rounds",
@@ -310,15 +444,24 @@ def main() -> None:
         default=ROUNDS,
         help="Rounds; the medians count (default: %(default)s).",
     )
+    parser.add_argument(
+        "--queues", nargs="+", choices=BACKENDS, default=[*BACKENDS], help="Some of the queues."
+    )
+    parser.add_argument("--json", type=Path, help="Where the figures go.")
     options = parser.parse_args()
     stop_in_order()
-    figures = measure(jobs=options.jobs, rounds=options.rounds)
+    figures = measure(jobs=options.jobs, rounds=options.rounds, queues=options.queues)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(
         f"{'jobs a second':14} {'client alone':>14} {'one enqueuer':>14} {'two':>10}"
         f" {'one/client':>11} {'two/one':>8}"
     )
-    for queue in BACKENDS:
+    for queue in options.queues:
         row = figures[queue]
+        if "error" in row:
+            print(f"{queue:14} {row['error']}")
+            continue
         ratios = f"{row['of_direct']:11.2f} {row['two_to_one']:8.2f}"
         print(f"{queue:14} {row['direct']:14,} {row['one']:14,} {row['two']:10,} {ratios}")
     for way, found in figures["latency_ms"].items():

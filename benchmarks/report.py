@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.chart import bars
 from benchmarks.contestant import PEERS
-from benchmarks.targets import TARGETS
+from benchmarks.targets import QUEUES, TARGETS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
@@ -467,15 +467,23 @@ def _jobs(figures: dict[str, Any]) -> str:
     if "error" in figures:
         return not_measured(figures)
     rows = []
-    for queue, name in (("rq", "RQ"), ("celery", "Celery on Redis")):
-        row = figures[queue]
+    for queue, name in QUEUES.items():
+        row = figures.get(queue, {})
+        if "direct" not in row:
+            rows.append([name, *["-"] * 6])
+            continue
         rates = [f"{row[way]:,}" for way in ("direct", "one", "two")]
-        rows.append([name, *rates, f"{row['of_direct']:.2f}", f"{row['two_to_one']:.2f}"])
+        ratios = [f"{row['of_direct']:.2f}", f"{row['two_to_one']:.2f}"]
+        rows.append([name, *rates, *ratios, str(row.get("load", "-"))])
     latency = figures["latency_ms"]
     return (
         prose(
             "The figures are jobs a second. The client library of the queue alone sends jobs from"
-            " memory. The enqueuer reads jobs from PostgreSQL, sends them, and deletes them."
+            " memory. The enqueuer reads jobs from PostgreSQL, sends them, and deletes or updates"
+            " them. The library of RabbitMQ waits for the confirmation of each job. The broker of"
+            " Kafka's protocol has its messages in memory, so that its library waits for no disk."
+            " The last column is the load of the machine. Figures at a load above the number of"
+            " cores are rough."
         )
         + "\n"
         + table(
@@ -486,6 +494,7 @@ def _jobs(figures: dict[str, Any]) -> str:
                 "two enqueuers",
                 "one / client library",
                 "two / one",
+                "load",
             ],
             rows,
         )
