@@ -1,6 +1,7 @@
 """One batch of the enqueuer: its transaction, its jobs, and its limits of time and memory."""
 
 import json
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,12 @@ BATCH_BYTES = 16 * 1024 * 1024
 _PART_OF_LIMIT = 0.5
 #: The longest time for which the jobs of a lease are handed over before those of other queues.
 TURN_SECONDS = 5
-#: The number of jobs of the first claim of a queue. Later ones have as many as a turn took.
+#: The number of jobs of a claim, if the last turn of the queue had no result, and of the first one.
+#: Other claims have as many as a turn took.
 FIRST_CLAIM = 10
 LONGEST_LEASE_SECONDS = 86_400
 
-#: By database and queue: the number of jobs of the next claim.
+#: By database and queue: the number of jobs of the next claim; 0 after a turn without a result.
 claim_sizes: dict[tuple[str, str], int] = {}
 
 
@@ -46,6 +48,8 @@ class Batch:
     #: The number of rows that were read and locked. Those that are not in ``jobs`` would exceed
     #: BATCH_BYTES.
     locked: int = 0
+    #: The number of jobs that stay due for a later claim.
+    left_to_claims: int = 0
     results: backends.Results = field(default_factory=dict)
     #: The results that hold even if the transaction is rolled back.
     lasting: backends.Results = field(default_factory=dict)
@@ -83,6 +87,8 @@ class Claim(Batch):
     lease_seconds: float = 0.0
     #: The times since which the jobs were due.
     due_since: dict[UUID, datetime] = field(default_factory=dict)
+    #: Whether jobs of the queue had a result in its last turn.
+    was_available: bool = False
 
     def begin(self, begun: float) -> None:
         """Read the ends of the leases, which were written after ``begun``, a value of
@@ -94,17 +100,29 @@ class Claim(Batch):
         self.deadline = begun + min(TURN_SECONDS, self.lease_seconds * _PART_OF_LIMIT)
 
     def outcomes(self) -> list[Outcome]:
-        """Return the results. The next claim of the queue has as many jobs as were offered now;
-        twice as many, if these were all."""
+        """Return the results. The next claim of the queue has as many jobs as were offered now; if
+        these were all, twice as many, or half as many after the end of the turn.
+
+        If the turn ended after one job, for which the broker was unavailable, no other job can tell
+        whether the job is the cause. The job is then refused if the turn before had results.
+        """
         outcomes: list[Outcome] = []
+        unavailable: list[tuple[StagedJob, backends.BrokerUnavailable]] = []
         for job in self.jobs:
             match result := self.lasting.get(job.pk, backends.NotOffered()):
                 case backends.NotOffered(0) | backends.BrokerUnavailable():
                     outcomes.append((job, Release(self.due_since[job.pk])))
+                    if isinstance(result, backends.BrokerUnavailable):
+                        unavailable.append((job, result))
                 case _:
                     outcomes.append((job, result))
-        offered = sum(not isinstance(result, Release) for _, result in outcomes)
-        claim_sizes[self.alias, self.queue] = offered * (1 + (offered == len(outcomes))) or 1
+        size = sum(not isinstance(result, Release) for _, result in outcomes)
+        if not size and len(unavailable) == 1 and self.was_available:
+            ((job, error),) = unavailable
+            outcomes[self.jobs.index(job)] = job, backends.Refusal(error)
+        elif size == len(outcomes):
+            size = max(1, size // 2) if self.time_is_up() else 2 * size
+        claim_sizes[self.alias, self.queue] = size
         return outcomes
 
 
@@ -115,11 +133,23 @@ def claim(batch: Batch, queue: str, jobs: Sequence[StagedJob], seconds: Any) -> 
         range_ = f"a number of seconds from 1 to {LONGEST_LEASE_SECONDS}"
         wrong = ValueError(f"lease_seconds of the backend must be {range_}, not {seconds!r}.")
         batch.results |= dict.fromkeys((job.pk for job in jobs), wrong)
-    elif batch.claim is None:
-        jobs = list(jobs[: claim_sizes.get((batch.alias, queue), FIRST_CLAIM)])
-        since = {job.pk: job.run_at for job in jobs}
+        return
+    batch.left_to_claims += len(jobs)
+    if batch.claim is None:
+        if size := claim_sizes.get((batch.alias, queue), 0):
+            claimed = list(jobs[:size])
+        else:
+            # The first jobs may be those for which the broker is unavailable.
+            claimed = random.sample(jobs, min(FIRST_CLAIM, len(jobs)))  # nosec B311  # no secret
+        batch.left_to_claims -= len(claimed)
+        since = {job.pk: job.run_at for job in claimed}
         batch.claim = Claim(
-            batch.alias, jobs=jobs, queue=queue, lease_seconds=seconds, due_since=since
+            batch.alias,
+            jobs=claimed,
+            queue=queue,
+            lease_seconds=seconds,
+            due_since=since,
+            was_available=bool(size),
         )
         batch.results |= dict.fromkeys(since, backends.NotOffered(seconds))
 

@@ -187,7 +187,8 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
         written = write_after_rollback(batch, error, state.log)
     else:
         handed_over = len(batch.results)
-        _sizes[alias] = 2 * (size if handed_over == batch.locked else max(1, handed_over))
+        whole = handed_over + batch.left_to_claims == batch.locked
+        _sizes[alias] = 2 * (size if whole else max(1, handed_over))
     state.counts += written
     if batch.claim is not None:
         _move_claim(batch.claim, state)
