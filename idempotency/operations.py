@@ -53,8 +53,8 @@ def keyed(
 
     The function gets the key of the call, then the arguments of the operation by name. No
     transaction is open. The value is never stored: after a crash the call is repeated, and the
-    service must repeat its first answer. The service remembers a key for ``valid_hours``. After
-    this time the call is not repeated, and the key of the operation becomes stuck.
+    service must repeat its first answer. Set ``valid_hours`` an hour below the time for which the
+    service remembers a key. After ``valid_hours`` no call is repeated, and the key becomes stuck.
     """
     if not isinstance(valid_hours, int | float) or not 0 < valid_hours <= 87_600:
         raise ValueError(f"valid_hours must be a number of hours above 0, not {valid_hours!r}.")
