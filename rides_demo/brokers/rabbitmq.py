@@ -14,7 +14,8 @@ class Backend(RabbitMQBackend):
 def consume() -> None:
     """Run the jobs."""
     channel = pika.BlockingConnection(pika.URLParameters(settings.RABBITMQ_URL)).channel()
-    channel.queue_declare(QUEUE, durable=True, arguments={"x-queue-type": "quorum"})
+    # Not a quorum queue: RabbitMQ 3.10 elects no leader for a new one after a kill.
+    channel.queue_declare(QUEUE, durable=True)
     channel.basic_qos(prefetch_count=10)
     channel.basic_consume(QUEUE, on_message)
     channel.start_consuming()

@@ -36,6 +36,30 @@ _ACKNOWLEDGED = """
 """
 
 
+_FAILED_JOBS = """
+    INSERT INTO idempotency_stagedjob (
+        id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at
+    )
+    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt',
+        jsonb_build_object('ride_id', -n), 'nobody', now(), 0, 5,
+        'OSError: mail server ' || n || ' is down', now() - n * interval '1 minute'
+    FROM generate_series(1, %s) AS n RETURNING id
+"""
+_RETRIED = (
+    "DELETE FROM idempotency_stagedjob WHERE queue = 'nobody' AND failed_at IS NULL RETURNING id"
+)
+_NO_JOBS = "DELETE FROM idempotency_stagedjob WHERE queue = 'nobody' RETURNING id"
+
+
+@pytest.fixture
+def failed_jobs(service: Service) -> Iterator[Callable[[int], object]]:
+    """Return a function that makes so many failed jobs. The enqueuer would hand them over, and is
+    killed."""
+    service.processes["enqueuer"].kill()
+    yield lambda count: service.rows(_FAILED_JOBS, (count,))
+    service.rows(_NO_JOBS)
+
+
 @pytest.fixture
 def night(service: Service) -> Iterator[Callable[[int], object]]:
     """Return a function that lets there be so many stuck keys."""
@@ -116,7 +140,7 @@ def test_without_scripts_a_person_presses_continue(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_pages_of_bulk_work_fit_and_keep_nobody_out(
-    service: Service,
+    failed_jobs: Callable[[int], object],
     night: Callable[[int], object],
     visit: Callable[..., Visitor],
     axe_script: str,
@@ -124,8 +148,7 @@ def test_the_pages_of_bulk_work_fit_and_keep_nobody_out(
     width: int,
 ) -> None:
     """Each question, the preview of an answer, and work in progress, stopped and finished."""
-    service.processes["enqueuer"].kill()  # It would hand the jobs over.
-    service.rows(_FAILED_JOBS, (3,))
+    failed_jobs(3)
     night(1_200)
     visitor = visit(scheme, width)
     page = visitor.page
@@ -164,25 +187,10 @@ def test_the_pages_of_bulk_work_fit_and_keep_nobody_out(
     assert found == []
 
 
-_FAILED_JOBS = """
-    INSERT INTO idempotency_stagedjob (
-        id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at
-    )
-    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt',
-        jsonb_build_object('ride_id', -n), 'nobody', now(), 0, 5,
-        'OSError: mail server ' || n || ' is down', now() - n * interval '1 minute'
-    FROM generate_series(1, %s) AS n RETURNING id
-"""
-_RETRIED = (
-    "DELETE FROM idempotency_stagedjob WHERE queue = 'nobody' AND failed_at IS NULL RETURNING id"
-)
-
-
 def test_a_group_of_failed_jobs_is_retried_from_the_dashboard(
-    service: Service, visitor: Visitor
+    service: Service, failed_jobs: Callable[[int], object], visitor: Visitor
 ) -> None:
-    service.processes["enqueuer"].kill()  # It would hand the jobs over.
-    service.rows(_FAILED_JOBS, (30,))
+    failed_jobs(30)
     page = visitor.page
     visitor.sign_in_to_admin(f"{KEYS}dashboard/")
     group = page.get_by_role("row").filter(has_text="OSError: mail server # is down")
