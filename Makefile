@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Steps are all run; n counts those that failed. The seconds are those after set-up. The failed tests of all steps stand at the end.
 steps := failed=0; began=$$(date +%s); export FAILED_TESTS=$$(mktemp); step() { "$$@" || failed=$$((failed + 1)); }
 # $(call end,NAME)
-end = echo "$$(($$(date +%s) - began)) seconds"; cat $$FAILED_TESTS; rm $$FAILED_TESTS; if [ $$failed -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$failed"; exit 1; fi
+end = echo "$$(($$(date +%s) - began)) seconds"; cat "$$FAILED_TESTS"; rm "$$FAILED_TESTS"; if [ $$failed -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$failed"; exit 1; fi
 # $(call set-up,NAME,STAMP)
 set-up = @$(MAKE) -s .venv/$(2).stamp || { echo "$(1): FAILED 2"; exit 2; }
 
@@ -234,7 +234,7 @@ OF_EXTRAS := $(addprefix tests/,frameworks jobs/test_backends.py jobs/test_celer
 matrix:
 	$(call set-up,matrix,test)
 	@$(MAKE) -s .venv-package/package.stamp || { echo "matrix: FAILED 2"; exit 2; }
-	@failed=0; ended=0; mkdir -p .run; began=$$(date +%s); \
+	@$(steps); ended=0; mkdir -p .run; \
 	others=$$(pyenv versions --bare 2>/dev/null | grep -xE '3\.1[123]\.[0-9]+' | paste -sd:); \
 	[ -z "$$others" ] || export PYENV_VERSION="$$others"; \
 	tox() { .venv-package/bin/python -m tox run --discover "$$python" -e $$cell "$$@"; }; \
