@@ -166,7 +166,7 @@ def _before(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
     for job in jobs:
         if job.pk in results:
             continue
-        if job.handed_over_at is not None:  # only of jobs of groups
+        if job.handed_over_at is not None:  # Only jobs of groups have this time.
             passed = (job.run_at - job.handed_over_at).total_seconds()
             if passed < _follow_up_seconds(backend) * 2 ** (job.hand_overs - 1):
                 wait = 2 ** int(log2(max(1, passed)))
