@@ -116,8 +116,6 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _in_process(in_process),
         "## Responses over HTTP\n",
         _over_http(over_http, in_process),
-        "## Distance to the database\n",
-        _distance(part(results, "distance")),
     ]
     details = [
         DETAILS_INTRODUCTION,
@@ -136,6 +134,8 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _processor(in_process),
         "## Statements, commits and WAL\n",
         _costs(part(results, "systems", "costs"), in_process),
+        "## Distance to the database\n",
+        _distance(part(results, "distance")),
         "## All systems at a distance\n",
         _all_at_a_distance(part(results, "systems", "at_a_distance")),
         "## Staged jobs to their queue\n",
