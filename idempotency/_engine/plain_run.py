@@ -80,6 +80,7 @@ class PlainRun:
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
                 self.key = claim.key
+                self.transaction.block.key_id = claim.key.pk
                 if self.is_nested:
                     savepoints.hold(claim.key, using=using)
                 # Registered first: an exception in a hook of the work must not skip it.

@@ -4,6 +4,8 @@ neutral exception."""
 from logging import ERROR
 from typing import Any
 
+from django.db import connections
+
 from idempotency import signals
 from idempotency._engine import decisions, events, replication
 from idempotency._engine.adapter import Work
@@ -99,6 +101,12 @@ def replay(key: ClaimedKey, work: Work) -> Any:
 
 def _stored_value(key: ClaimedKey, work: Work) -> Any:
     if key.response_code is None:
+        blocks = connections[str(key._state.db)].atomic_blocks
+        if any(getattr(block, "key_id", None) == key.pk for block in blocks):
+            raise RuntimeError(
+                f"The {work.kind} {work.name} was called with its own key inside its own run, which"
+                " has no result yet. Find the inner call, for example in a receiver of post_save."
+            )
         text = (
             "key %s was committed without a result, probably because the %s %s ended the"
             " transaction with COMMIT. The writes before it are committed. The caller gets an"

@@ -74,6 +74,8 @@ class OwnBlock(transaction.Atomic):
     """The block of a transaction of this app. A durable block directly inside it breaks the
     transaction, because the work may hide the error."""
 
+    key_id: int | None = None  #: That of the plain run in this block.
+
     def __init__(self, using: str, *, durable: bool) -> None:
         self.is_broken = False
         super().__init__(using, savepoint=True, durable=durable)

@@ -170,6 +170,18 @@ def test_o12_an_operation_inside_another_commits_with_it() -> None:
     assert names() == ["one", "outer one", "outer one"]
 
 
+def test_an_operation_that_calls_itself_with_its_own_key_is_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def again(**kwargs: Any) -> None:
+        note.once("key", name="one")
+
+    with on_save(again), pytest.raises(RuntimeError, match="inside its own run"):
+        note.once("key", name="one")
+    assert "manual intervention" not in caplog.text
+    assert not IdempotencyKey.objects.exists()
+
+
 def test_a_call_under_another_name_is_not_made(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     bank.after = broken
     with pytest.raises(Unfinished):
