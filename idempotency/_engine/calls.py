@@ -10,7 +10,7 @@ from functools import partial
 from typing import cast
 from uuid import UUID
 
-from django.db import InterfaceError, InternalError, OperationalError, connections
+from django.db import Error, InterfaceError, InternalError, OperationalError, connections
 from django.db.models import Case, F, QuerySet, When
 from django.db.models.functions import Now
 
@@ -18,7 +18,7 @@ from idempotency._async import NeverEntered, either_context
 from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.errors import drop_connection
+from idempotency._engine.errors import connection_lost, drop_connection
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
@@ -53,7 +53,12 @@ class Calls:
         self.require_no_doubt()
         require_no_transaction(self._using)
         self._keyed.add(name)
-        self._begin(name)
+        try:
+            self._begin(name)
+        except Error as error:
+            if not connection_lost(error, self._using):
+                raise
+            self._begin(name)  # on a new connection
         self._key.begun = True
         yield call
 

@@ -18,6 +18,7 @@ from idempotency._engine import database_product, round_trips
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.errors import (
     NOT_SUPPORTED,
+    connection_lost,
     drop_connection,
     has_ended,
     raise_writer_busy,
@@ -122,9 +123,12 @@ class OwnTransaction:
 
     def begin(self) -> None:
         """Begin with the level, the time limits and the first statement, in one round trip if round
-        trips are merged. After an error the connection is outside of a transaction, or closed."""
-        connection, first = self._connection, self._first
-        del vars(connection)[_BEGIN_HOOK]  # for this transaction only
+        trips are merged. After an error the connection is outside of a transaction, or closed.
+
+        Without a first statement, begin on a new connection if the old one was lost, for example
+        at ``idle_session_timeout`` during a call. The fence refuses a session with other keys."""
+        connection, first, is_second = self._connection, self._first, self._begun
+        vars(connection).pop(_BEGIN_HOOK, None)  # for this transaction only
         self._begun = True
         limit = (self._lease_seconds or conf.get().LOCK_TIMEOUT_SECONDS) * 1000
         limits = Limits(connection, {IDLE: limit} | ({LOCK: limit} if self._of_phase else {}))
@@ -150,7 +154,10 @@ class OwnTransaction:
                 drop_connection(connection)
                 # A standby refused BEGIN: treat it as a broken connection.
                 raise OperationalError(*failure.args) from None
-            raise
+            if first is not None or is_second or not connection_lost(failure, connection.alias):
+                raise
+            connection.ensure_connection()
+            self.begin()
 
     def _statements_of_begin(self) -> list[str]:
         own: psycopg.Connection[Any] = self._connection.connection
@@ -207,8 +214,7 @@ class OwnTransaction:
                 then(result.row)
 
     def raise_misuse(self, error: Exception) -> None:
-        """Raise RuntimeError instead of an error of the block, if the connection was closed in the
-        block, or a durable block was entered."""
+        """Raise RuntimeError if the block has closed the connection or entered a durable block."""
         if self._connection.closed_in_transaction:
             raise RuntimeError(_CLOSED) from error
         if self.block.is_broken:

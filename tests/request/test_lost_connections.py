@@ -8,11 +8,14 @@ from functools import partial
 
 import pytest
 from django.db import OperationalError, connection
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
 
 from idempotency._engine import fence
 from idempotency._engine.errors import drop_connection
+from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
+from tests.kit.outages import allow_connections, writable_at_the_end
 from tests.kit.serving import Sender, View, problem
 from tests.kit.threads import elsewhere
 from tests.kit.views import Counted, both_kinds, create, phased, two_phases
@@ -123,17 +126,58 @@ def test_connection_lost_at_the_end_of_the_view_is_a_503(
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("cut", CUTS)
-def test_connection_lost_between_phases_is_a_503_and_the_retry_resumes(
+def test_a_phase_replaces_a_connection_that_was_lost_since_the_last_one(
     cut: Callable[[], None], serve: Serve, sender: Sender
 ) -> None:
-    calls = Counted(lambda request: cut() if calls.runs == 1 else None)
+    """Otherwise a call that takes longer than ``idle_session_timeout`` would be repeated by each
+    retry, and the request would never end."""
+    calls = Counted(lambda request: cut())
     serve(
         view=two_phases(
             first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)
         )
     )
-    assert _unavailable(sender.send())
     assert sender.send().status_code == 201
+    assert (first.runs, calls.runs) == (1, 1)
+
+
+@pytest.mark.postgres
+def test_a_call_replaces_a_connection_that_was_lost_since_the_last_one(
+    serve: Serve, sender: Sender
+) -> None:
+    @idempotent(recovery_points=["called"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with key.call("first"):
+            cut_this_connection()
+        with key.call("second"):
+            pass
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 201
+
+
+@pytest.mark.postgres
+def test_a_database_lost_between_phases_is_a_503_and_the_retry_resumes(
+    serve: Serve, sender: Sender
+) -> None:
+    def lose(request: HttpRequest) -> None:
+        if calls.runs == 1:
+            allow_connections(False)
+
+    calls = Counted(lose)
+    serve(
+        view=two_phases(
+            first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)
+        )
+    )
+    with writable_at_the_end():
+        assert _unavailable(sender.send())
+    answer = eventually(lambda: (again := sender.send()).status_code != 409 and again)
+    assert answer.status_code == 201
     assert (first.runs, calls.runs) == (1, 2)
 
 
