@@ -210,7 +210,7 @@ class OperationWork:
         if isinstance(error, Rejected) and not self.points:
             refusal = stored(error, self.name)
             return Outcome(refusal, refusal.code, is_stored=True, cause=error)
-        return self.refusal_of(error)
+        return None
 
     def refusal_of(self, error: Exception) -> Outcome | None:
         """Return the outcome for an exception that the caller gets. Before the first commit and

@@ -4,17 +4,22 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import pytest
+from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models.signals import post_save
 from django.test.utils import CaptureQueriesContext
-from django.utils import timezone
+from django.utils import timezone, translation
+from django.utils.translation import get_language
 
+from idempotency import conf
 from idempotency._engine.phased_run import current_key
+from idempotency._operations.results import encoded
 from idempotency.completer import complete_key
 from idempotency.exceptions import (
     InProgress,
@@ -26,9 +31,10 @@ from idempotency.exceptions import (
     Unfinished,
 )
 from idempotency.models import IdempotencyKey
+from tests.kit.ageing import make_older
 from tests.kit.database import no_migration
 from tests.models import Account, Entry
-from tests.operations import Bank, charge, note, outer, pay, ship, tell
+from tests.operations import Bank, charge, note, outer, pay, pay_without_undo, ship, tell
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -106,11 +112,26 @@ def test_an_invalid_key_is_refused_before_anything(key: Any) -> None:
 def test_arguments_that_are_no_json_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="argument 'name'"):
         note.once("key", name=object())  # type: ignore[arg-type]
+    with transaction.atomic(), pytest.raises(TypeError, match=r"arguments of tests\.note"):
+        note.stage("key", name=object())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="required"):
         note.once("key", nome="one")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"note\.once"):
         note(name="one")  # type: ignore[operator]
     assert not IdempotencyKey.objects.exists()
+
+
+def test_an_async_call_of_a_request_uses_the_thread_of_the_request() -> None:
+    threads = []
+
+    async def view() -> None:
+        async with ThreadSensitiveContext():
+            await sync_to_async(lambda: threads.append(get_ident()))()
+            await note.aonce("key", name="one")
+
+    with on_save(lambda **_: threads.append(get_ident())):
+        async_to_sync(view)()
+    assert (len(threads), len(set(threads))) == (2, 1)
 
 
 def test_o01_a_phased_operation_commits_calls_and_commits(bank: Bank) -> None:
@@ -248,8 +269,9 @@ def test_the_progress_of_another_key_after_the_first_effect_leaves_the_key_unfin
     assert "InProgress of another key" in str(caught.value.__cause__)
 
 
-def test_the_longest_key_and_the_code_after_it() -> None:
-    assert note.once("k" * 255, name="one")
+@pytest.mark.parametrize("key", ["k", "k" * 255])
+def test_the_shortest_and_the_longest_key_and_the_code_after_them(key: str) -> None:
+    assert note.once(key, name="one")
     assert current_key.get() is None
 
 
@@ -292,6 +314,20 @@ def test_a_call_is_made_first_at_any_age_and_not_repeated_after_its_validity(ban
     assert bank.requests == 1
 
 
+@pytest.mark.parametrize("seconds_late", [-10, 10])
+def test_a_call_is_repeated_up_to_the_end_of_its_validity(seconds_late: int, bank: Bank) -> None:
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        pay.once("key", name="one", cents=2)
+    bank.after = lambda: None
+    make_older(23 * 3600 + seconds_late, "created_at", "call_begun_at")
+    if seconds_late < 0:
+        assert pay.once("key", name="one", cents=2) == {"transfer": 0}
+        return
+    with pytest.raises(InterventionRequired):
+        pay.once("key", name="one", cents=2)
+
+
 def test_a_key_that_was_refused_before_its_first_call_is_not_too_old_for_it(bank: Bank) -> None:
     first = IdempotencyKey.objects
     bank.before = broken
@@ -305,6 +341,7 @@ def test_a_key_that_was_refused_before_its_first_call_is_not_too_old_for_it(bank
 def test_a_scope_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="99 characters"):
         note.by(get_user_model()(pk=1), scope="x" * 100)
+    assert note.by(get_user_model()(pk=None), scope="x" * 99).once("key", name="one")
 
 
 def prepare_shard(request: Any, key: IdempotencyKey) -> None:
@@ -323,6 +360,69 @@ def test_the_completer_lets_the_project_choose_the_shard(settings: Any, bank: Ba
     PREPARED.clear()
     assert complete_key(IdempotencyKey.objects.get().pk) == "finished"
     assert PREPARED == [(None, "default")]
+
+
+def prepare_nothing(request: Any, key: IdempotencyKey) -> None:
+    raise LookupError("no tenant")
+
+
+def test_without_its_environment_the_completer_runs_no_operation(settings: Any, bank: Bank) -> None:
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        charge.once("key", name="one", cents=1)
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": f"{__name__}.prepare_nothing"}
+    key = IdempotencyKey.objects.get()
+    assert complete_key(key.pk) == "failed"
+    key.refresh_from_db()
+    assert key.last_error == "LookupError: no tenant"
+    assert bank.requests == 1
+
+
+def test_the_completer_runs_an_operation_in_the_language_of_the_project(bank: Bank) -> None:
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        charge.once("key", name="one", cents=1)
+    languages: list[str | None] = []
+    bank.after = lambda: languages.append(get_language())
+    with translation.override("de"):
+        assert complete_key(IdempotencyKey.objects.get().pk) == "finished"
+    assert languages == ["en"]
+
+
+def test_a_refusal_that_nothing_undoes_is_stuck_for_the_completer_too(bank: Bank) -> None:
+    def declined() -> None:
+        raise Rejected("declined")
+
+    bank.before = broken
+    with pytest.raises(Unfinished):
+        pay_without_undo.once("key", name="one", cents=1)
+    bank.before = declined
+    key = IdempotencyKey.objects.get()
+    assert complete_key(key.pk) == "stuck"
+    key.refresh_from_db()
+    assert "declined" in key.stuck_reason
+
+
+@pytest.mark.postgres
+def test_serialization_failures_of_each_attempt_are_a_conflict(settings: Any, bank: Bank) -> None:
+    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "SERIALIZATION_RETRIES": 1}
+
+    def fails() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '40001'; END $$")
+
+    bank.inside = fails
+    with pytest.raises(Unavailable) as caught:
+        charge.once("key", name="one", cents=1)
+    assert caught.value.code == "conflict"
+    assert bank.requests == 1, "only the transaction is repeated"
+
+
+def test_a_result_has_at_most_the_stored_bytes() -> None:
+    most = conf.get().MAX_STORED_BODY_BYTES
+    assert len(encoded("x" * (most - 2), "The result")) == most
+    with pytest.raises(TypeError, match="MAX_STORED_BODY_BYTES"):
+        encoded("x" * (most - 1), "The result")
 
 
 def test_a_hook_that_fails_after_the_last_commit_is_no_failure_of_the_operation(

@@ -14,7 +14,7 @@ from django.db import connection, transaction
 
 from idempotency import interventions, jobs
 from idempotency._operations import definition
-from idempotency.completer import complete_key
+from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.exceptions import (
     InProgress,
     InterventionRequired,
@@ -57,6 +57,12 @@ def names() -> list[str]:
 
 def fails() -> None:
     raise OSError("no route")
+
+
+def complete_again() -> CompletePass:
+    """Run the completer over all keys that a deploy may have freed."""
+    abandon()
+    return complete_once()
 
 
 @contextmanager
@@ -313,9 +319,21 @@ def test_o14_a_name_that_the_running_code_does_not_have_waits_for_the_next_deplo
             assert complete_key(key.pk) == "stuck"
             key.refresh_from_db()
             assert key.stuck_code == StuckCode.OPERATION_MISSING
+            assert complete_again() == CompletePass(), "the completer does not claim it"
             with pytest.raises(RuntimeError, match=r"operations\.py"):
                 call(charge, name="one", cents=9)
         assert call(charge, name="one", cents=9) == {"transfer": 0}
+    assert (len(bank.transfers), Account.objects.count()) == (1, 1)
+
+
+def test_o14_the_completer_continues_after_the_next_deploy(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unfinished(bank) as key:
+        with monkeypatch.context() as deploy:
+            deploy.delitem(definition._operations, "tests.charge")
+            assert complete_key(key.pk) == "stuck"
+        assert complete_again() == CompletePass(finished=1)
     assert (len(bank.transfers), Account.objects.count()) == (1, 1)
 
 
@@ -326,8 +344,9 @@ def test_o15_arguments_that_do_not_fit_wait_for_the_next_deploy(bank: Bank) -> N
         assert complete_key(key.pk) == "stuck"
         key.refresh_from_db()
         assert key.stuck_code == StuckCode.ARGUMENTS_CHANGED
-        IdempotencyKey.objects.update(request_body=fitting, next_run_at=None)
-        assert complete_key(key.pk) == "finished"
+        assert complete_again() == CompletePass(), "the completer does not claim it"
+        IdempotencyKey.objects.update(request_body=fitting)
+        assert complete_again() == CompletePass(finished=1)
     assert (len(bank.transfers), Account.objects.count()) == (1, 1)
 
 

@@ -10,6 +10,7 @@ import pytest
 from celery import Celery
 from celery.exceptions import Reject
 from celery.exceptions import Retry as CeleryRetry
+from django.contrib.auth.models import AnonymousUser
 from django.core.management import call_command
 from django.db import transaction
 from django.test import Client
@@ -166,6 +167,17 @@ def test_a_job_of_a_user_has_the_key_of_the_user(worker: Callable[..., Any]) -> 
         "entry": Entry.objects.get().pk,
         "list": [1, 2],
     }
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_job_of_a_scope_without_a_user_has_the_key_of_the_scope(
+    worker: Callable[..., Any],
+) -> None:
+    with transaction.atomic():
+        job = note.by(AnonymousUser(), scope="session:1").stage("key", name="one")
+    deliver(worker, job)
+    key = IdempotencyKey.objects.get()
+    assert (key.scope, key.user_id) == ("tests.note:session:1", None)
 
 
 @pytest.fixture(params=[InProgress, Unavailable, Unfinished])
