@@ -31,7 +31,8 @@ from idempotency.exceptions import (
     Unfinished,
 )
 from idempotency.models import IdempotencyKey
-from tests.kit.ageing import make_older
+from idempotency.reaper import reap_once
+from tests.kit.ageing import abandon, expire_lock, make_older
 from tests.kit.database import no_migration
 from tests.models import Account, Entry
 from tests.operations import Bank, charge, note, outer, pay, pay_without_undo, ship, tell
@@ -401,6 +402,41 @@ def test_a_refusal_that_nothing_undoes_is_stuck_for_the_completer_too(bank: Bank
     assert complete_key(key.pk) == "stuck"
     key.refresh_from_db()
     assert "declined" in key.stuck_reason
+
+
+def begun(bank: Bank) -> IdempotencyKey:
+    """Let a process end in the first transaction of a key."""
+
+    def ends(**kwargs: Any) -> None:
+        raise SystemExit
+
+    with on_save(ends), pytest.raises(SystemExit):
+        pay.once("key", name="one", cents=1)
+    return IdempotencyKey.objects.get()
+
+
+def test_an_exception_before_the_first_effect_refuses_no_run_of_the_completer(bank: Bank) -> None:
+    key = begun(bank)
+    with on_save(lambda **kwargs: broken()):
+        assert complete_key(key.pk) == "failed"
+    key.refresh_from_db()
+    assert (key.refused_at, key.last_error) == (None, "OSError: no route")
+    abandon()
+    assert complete_key(key.pk) == "finished"
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_an_overdue_operation_is_for_a_person(is_begun: bool, bank: Bank) -> None:
+    if is_begun:
+        bank.after = broken
+        with pytest.raises(Unfinished):
+            pay.once("key", name="one", cents=1)
+    else:
+        begun(bank)
+    make_older(73 * 3600, "created_at", "last_run_at")
+    expire_lock()
+    reap_once()
+    assert IdempotencyKey.objects.get().stuck_code == StuckCode.RETENTION_PASSED
 
 
 @pytest.mark.postgres
