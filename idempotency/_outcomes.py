@@ -1,12 +1,8 @@
 """Write the results of hand-overs: delete the jobs that were taken, and postpone the others with
 their errors.
 
-A result that is not written would make the next pass hand the job over again. Therefore:
-
-- A job whose row cannot be deleted gets the error NotDeleted, and is not handed over again.
-- If a transaction is lost, its results are written in another one.
-- Results that cannot be written stay in memory. Before they are written, the process hands no job
-  of their database over.
+A result that is not written would make the next pass hand the job over again. Therefore a job whose
+row cannot be deleted gets the error NotDeleted, and is not handed over again.
 """
 
 import logging
@@ -17,19 +13,12 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import DatabaseError, Error, connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.models import Case, DateTimeField, F, Value, When
 from django.db.models.deletion import Collector
 from django.db.models.functions import Now
 
-from idempotency._batch import Batch, Claim, Outcome, Release, first_statement, seconds_of_batch
-from idempotency._boundary import (
-    TransactionBroken,
-    drop_broken_connections,
-    drop_unusable_connections,
-)
-from idempotency._engine.errors import connection_lost, sqlstate_of
-from idempotency._engine.transactions import durable_transaction
+from idempotency._batch import Outcome, Release
 from idempotency._text import error_text, storable
 from idempotency.backends import (
     MAX_ATTEMPTS,
@@ -52,11 +41,6 @@ BACKOFF_SECONDS = 10
 #: The limit for a job refused with JobNotAllowed. These refusals take three days, so that a Monday
 #: deploy can add the function.
 NAME_MAX_ATTEMPTS = 81
-#: The SQLSTATEs of the time limits that end a transaction.
-_TIME_LIMITS = ("25P03", "25P04")
-
-#: By database: results that could not be written yet.
-_unwritten: dict[str, list[Outcome]] = {}
 
 
 class Log:
@@ -117,91 +101,6 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
         times = (When(pk=pk, then=Value(run_at)) for pk, run_at in released.items())
         _update(alias, jobs, run_at=Case(*times, output_field=DateTimeField()))
     return counts + _refuse(alias, refused, log)
-
-
-def write_after_rollback(batch: Batch, error: BaseException, log: Log) -> Counter[str]:
-    """Write what is still true after the transaction of a batch was rolled back. At least one of
-    the jobs that may be handed over again is refused, so that no job is handed over without end."""
-    drop_broken_connections()
-    error = error.__cause__ or error if isinstance(error, TransactionBroken) else error
-    outcomes: list[Outcome] = [
-        (job, batch.lasting[job.pk]) for job in batch.offered if job.pk in batch.lasting
-    ]
-    undone = [job for job in batch.offered if job.pk not in batch.lasting]
-    if undone and not batch.culprit_is_known:
-        outcomes.append((undone.pop(0), Refusal(error)))
-    text = (
-        "a transaction was rolled back after the hand-over of its staged jobs, %d of which are"
-        " handed over again: %s"
-    )
-    log.warn_once("rolled back", type(error).__name__, text, len(undone), error_text(error))
-    return _write_apart(batch.alias, outcomes, log)
-
-
-def write_claim(claim: Claim, log: Log) -> Counter[str]:
-    """Write the results of a claim."""
-    drop_unusable_connections()  # The server may have ended the idle session meanwhile.
-    return _write_apart(claim.alias, claim.outcomes(), log)
-
-
-def _write_apart(alias: str, outcomes: list[Outcome], log: Log) -> Counter[str]:
-    _unwritten[alias] = _unwritten.pop(alias, []) + outcomes
-    return write_left(alias, log)
-
-
-def write_left(alias: str, log: Log) -> Counter[str]:
-    """Write the results that could not be written before, in transactions of their own.
-
-    Raises the error of the database if that is not possible; the results then stay in memory.
-    """
-    counts: Counter[str] = Counter()
-    left = _unwritten.pop(alias, [])
-    size = len(left)
-    try:
-        while left:
-            try:
-                counts += _write_own(alias, left[:size], log)
-                left = left[size:]
-            except Error as error:
-                if connection_lost(error, alias) and sqlstate_of(error) not in _TIME_LIMITS:
-                    raise
-                if size > 1:
-                    size = len(left[:size]) // 2 or 1
-                    continue
-                job, result = left[0]
-                match result:
-                    case BaseException() | Refusal():
-                        raise
-                    case OfferAgain():
-                        left[0] = job, Refusal(error)
-                    case NotOffered() | Release():
-                        del left[0]  # The broker does not have the job, which will be due.
-                    case None | TookEffect():
-                        left[0] = job, NotDeleted.by(error)
-    finally:
-        if left:
-            _unwritten[alias] = left + _unwritten.pop(alias, [])
-    return counts
-
-
-def _write_own(alias: str, outcomes: list[Outcome], log: Log) -> Counter[str]:
-    """Write results in a transaction, without those of jobs that another enqueuer has locked,
-    claimed or written meanwhile: each of these writes changes ``run_at``."""
-    first, begun = first_statement(), time.monotonic()
-    with durable_transaction("read committed", using=alias, first=first):
-        deadline = begun + seconds_of_batch(alias, first)
-        rows = StagedJob.objects.using(alias).filter(
-            pk__in=[job.pk for job, _ in outcomes], failed_at__isnull=True
-        )
-        found = dict(rows.select_for_update(skip_locked=True).values_list("pk", "run_at"))
-        own = [(job, result) for job, result in outcomes if found.get(job.pk) == job.run_at]
-        if lost := len(outcomes) - len(own):
-            text = (
-                "%d results of hand-overs are not written, because their jobs were claimed, changed"
-                " or deleted meanwhile"
-            )
-            log.warn_once("lost", alias, text, lost)
-        return write(alias, own, deadline, log)
 
 
 def _delete(

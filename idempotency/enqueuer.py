@@ -21,13 +21,13 @@ from idempotency._engine import replication
 from idempotency._engine.transactions import durable_transaction
 from idempotency._groups import IN_TURN
 from idempotency._hand_over import hand_over, hand_over_claim
-from idempotency._outcomes import (
-    Log,
-    was_handed_over,
-    write,
+from idempotency._outcomes import Log, was_handed_over, write
+from idempotency._unwritten import (
+    unwritten,
     write_after_rollback,
     write_claim,
     write_left,
+    write_locked,
 )
 from idempotency.backends import BrokerUnavailable, TookEffect
 from idempotency.exceptions import NotReplicated
@@ -148,9 +148,9 @@ def enqueue_once(
     if dry_run:
         return EnqueuePass(handed_over=due(alias).count())
     state = _Pass()
-    state.counts += write_left(alias, state.log)
     while not stop() and _move_batch(alias, batch_size, state):
         pass
+    state.counts += write_locked(alias, state.log)
     if state.unreachable:
         queues = "; ".join(
             f"queue {queue!r}: {error}" for queue, error in state.unreachable.items()
@@ -164,6 +164,7 @@ def enqueue_once(
 
 def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
     """Move one batch. Return whether there was a job to move."""
+    state.counts += write_left(alias, state.log)
     size = min(batch_size, _sizes.get(alias, batch_size))
     batch, first, begun = Batch(alias), first_statement(), time.monotonic()
     try:
@@ -214,6 +215,8 @@ def _move_claim(claim: Claim, state: _Pass) -> None:
 
 def _read(batch: Batch, size: int, state: _Pass) -> None:
     waiting = due(batch.alias).exclude(queue__in=state.left_out())
+    if handed_over := unwritten(batch.alias):
+        waiting = waiting.exclude(pk__in=handed_over)
     read(batch, waiting.exclude(queue__in=state.had_turn), size)
     if not batch.jobs and state.had_turn:
         state.had_turn.clear()

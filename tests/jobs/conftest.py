@@ -2,12 +2,12 @@
 
 import pytest
 
-from idempotency import _batch, _outcomes, enqueuer
+from idempotency import _batch, _unwritten, enqueuer
 
 
 @pytest.fixture(autouse=True)
 def fresh_enqueuer() -> None:
     """Forget results of hand-overs that a test left unwritten, and the sizes of batches."""
-    _outcomes._unwritten.clear()
+    _unwritten._left.clear()
     enqueuer._sizes.clear()
     _batch.claim_sizes.clear()

@@ -1,10 +1,14 @@
 """Backends with ``lease_seconds``: no transaction is open during their hand-overs, and a process
 whose lease has ended changes no row."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -12,13 +16,13 @@ from django.db import connection, connections, transaction
 from django.db.models.functions import Now
 from pytest_django import Settings
 
-from idempotency import _batch
+from idempotency import _batch, _unwritten
 from idempotency.backends import BrokerUnavailable
 from idempotency.enqueuer import EnqueuePass, backlog, enqueue_once
 from idempotency.jobs import stage_job
 from idempotency.models import StagedJob
 from tests.kit.ageing import ago
-from tests.kit.threads import elsewhere
+from tests.kit.threads import Gate, elsewhere, in_background
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -256,6 +260,88 @@ def test_a_job_that_is_held_by_a_lease_holds_its_group() -> None:
     stage("a1", "a2", group="account:7")
     assert enqueue_once() == EnqueuePass(handed_over=2)
     assert (sent, found) == (["a1", "a2"], [EnqueuePass()])
+
+
+@contextmanager
+def locked_by_another() -> Iterator[Callable[[], None]]:
+    """Let another transaction lock the row of the job when it is sent. Yield a function that ends
+    this transaction."""
+
+    def lock() -> None:
+        with transaction.atomic():
+            assert list(StagedJob.objects.select_for_update())
+            gate.wait_here()
+
+    def begin() -> None:
+        holders.append(in_background(lock))
+        gate.wait_until_reached()
+
+    def end() -> None:
+        gate.open()
+        holders[0].result(60)
+
+    gate, holders = Gate(), list[Future[None]]()
+    acts["a"] = begin
+    try:
+        yield end
+    finally:
+        end()
+
+
+@pytest.fixture
+def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idempotency._hand_over._built", {})
+    monkeypatch.setattr(send, "lease_seconds", 1)
+
+
+@pytest.mark.postgres
+def test_a_pass_waits_for_the_lock_of_another_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_unwritten, "LOCKED_SECONDS", 60)
+    stage("a")
+    with locked_by_another() as end:
+        threading.Timer(0.3, end).start()
+        assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert (sent, left()) == (["a"], {})
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_short_lease")
+def test_a_job_whose_row_another_transaction_locks_beyond_the_lease_is_sent_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_unwritten, "LOCKED_SECONDS", 0)
+    stage("a")
+    with locked_by_another():
+        assert enqueue_once() == EnqueuePass()
+        stage("b", queue="fast")
+        assert enqueue_once() == EnqueuePass(handed_over=1)
+        time.sleep(1.1)
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert (sent, left()) == (["a", "b"], {})
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_short_lease")
+def test_a_job_whose_result_waits_for_a_lock_is_not_read_by_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lock ends between the attempt to write the result and the next batch."""
+    monkeypatch.setattr(_unwritten, "LOCKED_SECONDS", 0)
+    stage("a")
+    with locked_by_another() as end:
+        enqueue_once()
+        time.sleep(1.1)
+        reads = count()
+
+        def end_before_batch(execute: Any, text: str, *rest: Any) -> Any:
+            if "SKIP LOCKED" in text and next(reads) == 1:
+                end()
+            return execute(text, *rest)
+
+        with connection.execute_wrapper(end_before_batch):
+            enqueue_once()
+    assert next(reads) > 1
+    assert (sent, left()) == (["a"], {})
 
 
 @pytest.mark.postgres

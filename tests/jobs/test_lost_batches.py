@@ -10,7 +10,7 @@ import pytest
 from django.db import DatabaseError, connection
 from django.db.models.functions import Now
 
-from idempotency import _outcomes
+from idempotency import _unwritten
 from idempotency._engine.limits import IDLE, LOCK
 from idempotency.backends import MAX_ATTEMPTS, NotOffered, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -288,7 +288,7 @@ def test_a_process_whose_results_cannot_be_written_hands_nothing_more_over(backe
 
 def test_a_job_that_was_not_offered_is_never_taken_for_one_that_the_queue_has():
     jobs, table = stage(1), StagedJob._meta.db_table
-    _outcomes._unwritten["default"] = [(StagedJob.objects.get(), NotOffered())]
+    _unwritten._left["default"] = [(StagedJob.objects.get(), NotOffered())]
     execute(f"ALTER TABLE {table} RENAME TO hidden")
     try:
         with pytest.raises(DatabaseError):

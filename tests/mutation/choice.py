@@ -34,7 +34,7 @@ WHOLE = (
         "deploys",
         "idempotency/operations",
     ),
-    *("enqueuer", "_batch", "_hand_over", "_outcomes", "completer"),
+    *("enqueuer", "_batch", "_hand_over", "_outcomes", "_unwritten", "completer"),
 )
 #: Modules of which a sample of this size is tested; the seed determines the sample.
 SAMPLED = {"decorators": 30, "options": 30, "entry": 30}
