@@ -20,7 +20,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from django.db import router, transaction
+from django.db import IntegrityError, router, transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 
@@ -28,6 +28,7 @@ from idempotency import signals
 from idempotency._engine import decisions, events, replication, rows
 from idempotency._engine.adapter import HTTP, adapter_of
 from idempotency._engine.decisions import Decision
+from idempotency._engine.errors import hide_row
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._key_completion import complete_by_id
 from idempotency._records import HOOKS_FAILED
@@ -192,7 +193,11 @@ def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = 
     """Make failed jobs due again, with new counts of hand-overs and refusals; return their number.
     None means all."""
     fresh = {"hand_overs": 0, "refusals": 0, "run_at": Now(), "handed_over_at": None}
-    return _failed(ids, using).update(failed_at=None, **fresh)
+    try:
+        return _failed(ids, using).update(failed_at=None, **fresh)
+    except IntegrityError as error:
+        hide_row(error)
+        raise
 
 
 def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:

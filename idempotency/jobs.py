@@ -21,6 +21,7 @@ from django.utils.module_loading import import_string
 
 from idempotency import conf
 from idempotency._async import FAILURES, awaited
+from idempotency._engine.errors import hide_row
 from idempotency._engine.phased_run import current_key
 from idempotency._groups import next_position
 from idempotency._hidden import Arguments, Hidden
@@ -71,8 +72,7 @@ def stage_job(
     if group is not None:
         _refuse_label("group", group)
     given: Hidden[JobArgs] = Hidden({} if args is None else args)
-    # Errors are raised, and code of the project runs below: the module of the job, and receivers of
-    # signals.
+    # Errors are raised, and code of the project runs below: modules, and receivers of signals.
     del args
     if mistake := _mistake_in(name, given.value):
         raise mistake
@@ -91,7 +91,11 @@ def stage_job(
         job.run_at = run_at
     if group is not None:
         job.group, job.group_position = group, next_position(group, using=alias)
-    job.save(using=alias, force_insert=True)
+    try:
+        job.save(using=alias, force_insert=True)
+    except Error as error:
+        hide_row(error)
+        raise
     return job
 
 

@@ -16,7 +16,7 @@ from django.db.backends.utils import CursorWrapper
 from django.db.utils import DatabaseError
 
 from idempotency._engine import database_product
-from idempotency._engine.errors import as_lost, hide_key
+from idempotency._engine.errors import as_lost, hide_row
 from idempotency._engine.replication import confirmed_commit, watches_commits
 
 _PARAMETER = re.compile(r"%\((\w+)\)s")
@@ -145,8 +145,7 @@ class _Classified:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, DatabaseError):
-            if self._own:
-                hide_key(error)
+            hide_row(error, own=self._own)
             if (lost := as_lost(error, self._connection, own=self._own)) is not error:
                 raise lost
 

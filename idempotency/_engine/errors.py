@@ -194,11 +194,14 @@ def name_missing_migration(error: Error, using: str) -> None:
         error.args = (line,)
 
 
-def hide_key(error: Error) -> None:
-    """Remove the details from an error of a constraint of the keys: PostgreSQL quotes the row, with
-    its body and its seed. Citus does not say whose constraint it is."""
-    cause, table = error.__cause__, IdempotencyKey._meta.db_table
-    if isinstance(cause, psycopg.IntegrityError) and (cause.diag.table_name or table) == table:
+def hide_row(error: Error, *, own: bool = True) -> None:
+    """Remove the details from an error of a constraint of this app's tables: PostgreSQL quotes the
+    row, with its body, its seed or its arguments. Citus names the table of a shard, or none; then
+    the error of a statement of this app (``own``) is one of its tables."""
+    cause, prefix = error.__cause__, f"{IdempotencyKey._meta.app_label}_"
+    if isinstance(cause, psycopg.IntegrityError) and (
+        (cause.diag.table_name or (prefix if own else "")).startswith(prefix)
+    ):
         cause.args = error.args = (cause.diag.message_primary or type(cause).__name__,)
 
 

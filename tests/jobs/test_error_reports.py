@@ -1,14 +1,15 @@
 """An error of a job: its report shows no argument of the job in a frame of this app."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from asgiref.sync import async_to_sync
 from celery import Celery
-from django.db import transaction
+from django.db import IntegrityError, connection, transaction
+from django.db.models.functions import Now
 from django.db.models.signals import pre_save
 from pytest_django import Settings
 
@@ -18,6 +19,7 @@ from idempotency.contrib.rq import run_once
 from idempotency.contrib.tasks import InvalidTask, run_staged, task, task_enqueued
 from idempotency.enqueuer import enqueue_once
 from idempotency.inbox import process_once
+from idempotency.interventions import retry_jobs
 from idempotency.jobs import astage_job, call_job, stage_job
 from idempotency.models import StagedJob
 from tests.kit.frames import OutOfLuck, Planted
@@ -182,3 +184,49 @@ def test_60_error_of_a_backend(
     except SystemExit as error:
         planted.refuse_shown(error, at_least=5)
     planted.refuse_logged(caplog.records)
+
+
+@pytest.fixture
+def _constraint(db: None) -> Iterator[None]:
+    """Give the table of staged jobs a constraint that no new or changed row meets."""
+    table = StagedJob._meta.db_table
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"ALTER TABLE {table} ADD CONSTRAINT added CHECK (hand_overs > 99) NOT VALID"
+        )
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} DROP CONSTRAINT added")
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_constraint")
+@pytest.mark.parametrize("stage", [stage_job, async_to_sync(astage_job)])
+def test_60_error_of_a_constraint_that_a_new_job_violates(
+    stage: Any, arguments: Any, planted: Planted
+) -> None:
+    with pytest.raises(IntegrityError, match="added") as caught, transaction.atomic():
+        stage("tests.kit.jobs.anything", arguments)
+    planted.refuse_shown(caught.value, at_least=3)
+
+
+@pytest.mark.postgres
+def test_60_error_of_a_constraint_that_a_refused_job_violates(
+    arguments: Any,
+    planted: Planted,
+    settings: Settings,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.fail_to_take"}}
+    with transaction.atomic():
+        stage_job("tests.kit.jobs.anything", arguments)
+    request.getfixturevalue("_constraint")
+    with pytest.raises(IntegrityError, match="added") as caught:
+        enqueue_once()
+    planted.refuse_shown(caught.value, at_least=3)
+    planted.refuse_logged(caplog.records)
+    StagedJob.objects.filter(failed_at=None).update(failed_at=Now(), hand_overs=100)
+    with pytest.raises(IntegrityError, match="added") as caught:
+        retry_jobs()
+    planted.refuse_shown(caught.value)
