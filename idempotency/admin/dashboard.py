@@ -86,7 +86,7 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
 
     Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the
     processes are those of the whole database. The page takes three queries, one more for keys
-    and three more for jobs.
+    and four more for jobs.
     """
     every, site = key_admin.get_queryset(request), key_admin.admin_site
     processes = _known_processes(every.db)

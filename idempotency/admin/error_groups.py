@@ -56,8 +56,11 @@ class ErrorPattern(Func):
 
     output_field = TextField()
     arity = 1
-    #: The first line, and what ``group_of`` keeps of it.
-    line = r"split_part(ltrim({0}, E' \t\r\n'), E'\n', 1)"
+    #: The first line, which costs much more than the text, and what ``group_of`` keeps of it.
+    line = (
+        r"CASE WHEN strpos({0}, E'\n') > 0 THEN split_part(ltrim({0}, E' \t\r\n'), E'\n', 1)"
+        " ELSE {0} END"
+    )
     kept: ClassVar[tuple[tuple[str, str], ...]] = (
         ("%status %", r"status\s+\d{3}\y"),
         ("% in %:%", r" in [\w.]+:\d+\s*$"),
@@ -66,16 +69,16 @@ class ErrorPattern(Func):
 
     def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
         sql, params = compiler.compile(self.source_expressions[0])
-        line = self.line.format(sql)
+        line, of_line = self.line.format(sql), list(params) * self.line.count("{0}")
         # Most texts have no quotes, and _WORD costs half as much as _VARIABLE.
         variable = f"CASE WHEN {sql} LIKE %s OR {sql} LIKE %s THEN %s ELSE %s END"
         parts = [f"regexp_replace({line}, {variable}, '{_SIGN}', 'g')"]
-        values = [*params, *params, "%'%", *params, '%"%', _VARIABLE, _WORD]
+        values = [*of_line, *params, "%'%", *params, '%"%', _VARIABLE, _WORD]
         for like, found in self.kept:
             # LIKE costs much less than a regular expression, and few errors have these parts.
             part = f"coalesce(substring({line}, %s), '')"
             parts.append(f"CASE WHEN {sql} LIKE %s THEN {part} ELSE '' END")
-            values += [*params, like, *params, found]
+            values += [*params, like, *of_line, found]
         return f"({' || '.join(parts)})", values
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:

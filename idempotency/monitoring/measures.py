@@ -13,11 +13,11 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
-from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Min, Q, Value, When
+from django.db.models import Case, Count, F, Func, Min, Q, Value, When
 from django.db.models.functions import Coalesce, Greatest, Now
 
 from idempotency._groups import IN_TURN
-from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
+from idempotency._states import NOT_GIVEN_UP, KeyState, before_now, due_at
 from idempotency.backends import NotDeleted
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
@@ -87,27 +87,23 @@ def unfinished_keys(every: Any, *columns: str, **aggregates: Any) -> UnfinishedK
     """Return the measurements of the unfinished keys among ``every``, a queryset, from one query.
     The rows also have the ``columns`` and the ``aggregates``."""
     now = Now()
-    keys: Any = (
-        every.unfinished()
-        .with_state()
-        .annotate(
-            open=ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField()),
-            span=_span(),
-        )
-    )
+    keys: Any = every.unfinished().with_state().annotate(span=_span())
     # A person may have handed an old key back a moment ago.
     since = Greatest(due_at(), Coalesce("handed_back_at", "created_at"))
-    ages = {"age": now - Min("created_at"), "lag": now - Min(since)}
     groups = list(
         counted(
-            keys, "state", "stuck_code", "recovery_point", "open", "span", *columns,
-            stuck_for=now - Min("stuck_at"), **ages, **aggregates,
+            keys, "state", "stuck_code", "recovery_point", "span", *columns,
+            stuck_for=now - Min("stuck_at"),
+            age=now - Min("created_at", filter=NOT_GIVEN_UP),
+            lag=now - Min(since, filter=NOT_GIVEN_UP),
+            **aggregates,
         )
     )  # fmt: skip
     spans: dict[str, Counter[int]] = {}
     for row in groups:
         spans.setdefault(row.recovery_point, Counter())[row.span] += row.number
-    of_completer = [row for row in groups if row.open]
+    # Groups of keys that have been given up have neither an age nor a lag.
+    of_completer = [row for row in groups if row.age is not None]
     stuck = [row for row in groups if row.state == KeyState.STUCK]
     return UnfinishedKeys(
         sum(row.number for row in groups),
@@ -121,10 +117,16 @@ def unfinished_keys(every: Any, *columns: str, **aggregates: Any) -> UnfinishedK
     )
 
 
+class _Once(Func):
+    """A time that the database computes once for a statement, and not once for each row."""
+
+    template = "(SELECT %(expressions)s)"
+
+
 def _span() -> Case:
     """Return the expression for the span of the age of a key."""
     whens = [
-        When(created_at__gt=Now() - timedelta(seconds=begin), then=Value(index - 1))
+        When(created_at__gt=_Once(before_now(begin)), then=Value(index - 1))
         for index, begin in enumerate(SPANS)
     ]
     return Case(*whens, default=Value(len(SPANS) - 1))
@@ -154,26 +156,27 @@ def keys_to_reap(using: str, late_seconds: int) -> int:
 
 
 def staged_jobs(jobs: Any) -> StagedJobs:
-    """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
+    """Return the measurements of the staged jobs among ``jobs``, a queryset, from three queries."""
     is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
     # Counts with a filter: PostgreSQL would sort all jobs to group them by span.
     after = {
-        f"after_{begin}": Count("pk", filter=Q(run_at__gt=Now() - timedelta(seconds=begin)))
+        f"after_{begin}": Count("pk", filter=Q(run_at__gt=_Once(before_now(begin))))
         for begin in SPANS
     }
-    waiting = jobs.filter(IN_TURN, failed_at__isnull=True).aggregate(
-        number=Count("pk"),
-        age=Now() - Min("run_at"),
-        kept=Count("pk", filter=is_not_deleted),
-        **after,
-    )
+    columns = {"number": Count("pk"), "kept": Count("pk", filter=is_not_deleted), **after}
+    # Apart, because a look-up of the earlier jobs of its group is planned for each job otherwise.
+    parts = [
+        jobs.filter(part, failed_at__isnull=True).aggregate(age=Now() - Min("run_at"), **columns)
+        for part in (Q(group__isnull=True), Q(IN_TURN, group__isnull=False))
+    ]
+    waiting = {name: sum(part[name] for part in parts) for name in columns}
     counts = [0, *(waiting[name] for name in after), waiting["number"]]
     spans = Counter({n: count - less for n, (less, count) in enumerate(pairwise(counts), -1)})
     failed = counted(jobs.filter(failed_at__isnull=False), "job_name")
     return StagedJobs(
         spans,
         spans.total() - spans[-1],
-        seconds_of(waiting["age"] or timedelta()),
+        _longest(part["age"] for part in parts if part["age"]),
         waiting["kept"],
         Counter({row.job_name: row.number for row in failed}),
     )

@@ -361,8 +361,10 @@ def scans_whole_table(sql: str) -> bool:
     lines = [
         line for line in plan.splitlines() if any(f"Seq Scan on {table}" in line for table in LARGE)
     ]
-    # A count that stops at its limit may go through the table in any order.
-    return bool(lines) and not ("COUNT" in sql and "LIMIT" in sql)
+    # A count that stops at its limit may go through the table in any order, and nearly all staged
+    # jobs are counted as waiting.
+    may = "LIMIT" in sql or '"group" IS NULL' in sql
+    return bool(lines) and not ("COUNT" in sql and may)
 
 
 @pytest.mark.postgres
