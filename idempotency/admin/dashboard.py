@@ -86,7 +86,7 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
 
     Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the
     processes are those of the whole database. The page takes three queries, one more for keys
-    and four more for jobs.
+    and five more for jobs.
     """
     every, site = key_admin.get_queryset(request), key_admin.admin_site
     processes = _known_processes(every.db)
@@ -133,8 +133,8 @@ def _jobs(request: HttpRequest, job_admin: Any) -> _Part:
     jobs = measures.staged_jobs(every)
     shown: dict[str, Any] = _of_jobs(jobs, error_groups.groups_of_failed_jobs(every), url)
     shown |= {"jobs_url": url, "job_actions": _actions(request, job_admin)}
-    behind = dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{url}?state=waiting")
-    behind |= {"jobs_failed": f"{url}?state=failed"}
+    states = {"jobs_late": "due", "jobs_not_deleted": "waiting", "jobs_failed": "failed"}
+    behind = {code: f"{url}?state={state}" for code, state in states.items()}
     found = [(finding, behind.get(finding.code, "")) for finding in findings.of_jobs(jobs)]
     return _Part(shown, found, [])
 
@@ -206,14 +206,20 @@ def _of_keys(
             for point in sorted(points, key=lambda name: (name != STARTED, name))
         ],
         "groups": [(group, group_url(group)) for group in groups[:MAX_GROUPS]],
+        "other_groups": _counts(groups[MAX_GROUPS:]),
     }
+
+
+def _counts(groups: list[error_groups.ErrorGroup]) -> tuple[int, int]:
+    """Return the number of groups and the number of their rows."""
+    return len(groups), sum(group.count for group in groups)
 
 
 def _of_jobs(
     jobs: measures.StagedJobs, groups: list[error_groups.ErrorGroup], url: str
 ) -> dict[str, Any]:
     spans, failed = jobs.waiting, jobs.failed_by_name
-    largest = max(spans.values(), default=0)
+    largest = max(*spans.values(), jobs.held)
     due = gettext("due for %(age)s")
 
     def group_url(group: error_groups.ErrorGroup) -> str:
@@ -221,17 +227,22 @@ def _of_jobs(
         return _link("", state="failed", **chosen, error_group=group.error)
 
     bars = [
-        _bar(due % {"age": age.label}, spans[span], largest, url, state="waiting", age=age.name)
+        _bar(due % {"age": age.label}, spans[span], largest, url, state="due", age=age.name)
         for span, age in enumerate(AGES)
     ]
     return {
         "may_see_jobs": True,
-        "jobs_by_age": [_bar(_("not due yet"), spans[-1], largest, url, state="later"), *bars],
+        "jobs_by_age": [
+            _bar(_("not due yet"), spans[-1], largest, url, state="later"),
+            *bars,
+            _bar(_("held by their group"), jobs.held, largest, url, state="held"),
+        ],
         "jobs_failed": [
             _bar(name, count, max(failed.values()), url, True, state="failed", job_name=name)
             for name, count in failed.most_common(20)
         ],
         "job_groups": [(group, group_url(group)) for group in groups[:MAX_GROUPS]],
+        "other_job_groups": _counts(groups[MAX_GROUPS:]),
     }
 
 

@@ -4,14 +4,14 @@ from typing import Any
 from uuid import UUID
 
 from django.contrib import admin
-from django.db.models import Case, QuerySet, When
+from django.db.models import Case, Q, QuerySet, When
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from idempotency._groups import HELD
+from idempotency._groups import HELD, IN_TURN
 from idempotency._operations.definition import scope_of
 from idempotency._text import duration
 from idempotency.admin.bodies import body, log_looks, may_view_bodies
@@ -26,27 +26,25 @@ from idempotency.templatetags.idempotency_admin import ago
 
 
 class JobStateFilter(admin.SimpleListFilter):
-    """Waiting jobs, failed jobs, and those of the waiting jobs that are not due yet or are held by
-    an earlier job of their group."""
+    """Failed jobs and waiting jobs. A waiting job is due, or not due yet, or held by an earlier job
+    of its group."""
 
     title = _("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        waiting = ("waiting", _("waiting")), ("held", _("held by their group"))
-        return [*waiting, ("failed", _("failed")), ("later", _("not due yet"))]
+        waiting = ("waiting", _("waiting")), ("due", _("due")), ("later", _("not due yet"))
+        return [*waiting, ("held", _("held by their group")), ("failed", _("failed"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        match self.value():
-            case "waiting":
-                return queryset.filter(failed_at__isnull=True)
-            case "failed":
-                return queryset.filter(failed_at__isnull=False)
-            case "held":
-                return queryset.filter(HELD, failed_at__isnull=True)
-            case "later":
-                return queryset.filter(failed_at__isnull=True, run_at__gt=Now())
-        return queryset
+        chosen = {
+            "waiting": Q(failed_at__isnull=True),
+            "due": Q(IN_TURN, failed_at__isnull=True, run_at__lte=Now()),
+            "later": Q(IN_TURN, failed_at__isnull=True, run_at__gt=Now()),
+            "held": Q(HELD, failed_at__isnull=True),
+            "failed": Q(failed_at__isnull=False),
+        }
+        return queryset.filter(chosen.get(self.value() or "", Q()))
 
 
 class DueFilter(AgeFilter):

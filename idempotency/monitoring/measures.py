@@ -54,11 +54,12 @@ class UnfinishedKeys:
 @dataclass(frozen=True, slots=True)
 class StagedJobs:
     """The staged jobs. ``waiting`` has the number of jobs in each span of the time for which they
-    have been due, without failed jobs. ``oldest`` is the longest of these times, or 0.
-    ``not_deleted`` is the number of waiting jobs that the broker has, but whose rows could not be
-    deleted."""
+    have been due, without failed jobs, and without the ``held`` jobs, which wait for an earlier job
+    of their group. ``oldest`` is the longest of these times, or 0. ``not_deleted`` is the number of
+    waiting jobs that the broker has, but whose rows could not be deleted."""
 
     waiting: Counter[int]
+    held: int
     due: int
     oldest: float
     not_deleted: int
@@ -156,7 +157,7 @@ def keys_to_reap(using: str, late_seconds: int) -> int:
 
 
 def staged_jobs(jobs: Any) -> StagedJobs:
-    """Return the measurements of the staged jobs among ``jobs``, a queryset, from three queries."""
+    """Return the measurements of the staged jobs among ``jobs``, a queryset, from four queries."""
     is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
     # Counts with a filter: PostgreSQL would sort all jobs to group them by span.
     after = {
@@ -173,8 +174,10 @@ def staged_jobs(jobs: Any) -> StagedJobs:
     counts = [0, *(waiting[name] for name in after), waiting["number"]]
     spans = Counter({n: count - less for n, (less, count) in enumerate(pairwise(counts), -1)})
     failed = counted(jobs.filter(failed_at__isnull=False), "job_name")
+    grouped = jobs.filter(failed_at__isnull=True, group__isnull=False).count()
     return StagedJobs(
         spans,
+        max(grouped - parts[1]["number"], 0),  # A job may have been staged meanwhile.
         spans.total() - spans[-1],
         _longest(part["age"] for part in parts if part["age"]),
         waiting["kept"],

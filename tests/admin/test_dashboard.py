@@ -114,6 +114,17 @@ def test_stuck_keys_with_one_cause_are_one_group_and_lead_to_their_list() -> Non
 
 
 @pytest.mark.django_db
+def test_groups_that_are_not_shown_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "MAX_GROUPS", 1)
+    for code in ("view_gave_up", "view_gave_up", "call_in_doubt", "on_abandon"):
+        IdempotencyKeyFactory(**stuck(code))
+    page = staff().get(DASHBOARD)
+    assert [group.cause for group, _ in page.context["groups"]] == ["view_gave_up"]
+    assert page.context["other_groups"] == (2, 2)
+    assert "groups that are not shown: 2, with 2 rows" in page.text
+
+
+@pytest.mark.django_db
 def test_the_dashboard_reads_the_keys_once_and_the_list_of_a_group_three_times() -> None:
     """The list reads them for the patterns of the group, for the count and for its page."""
     client = staff()
@@ -175,8 +186,8 @@ def test_the_banner_says_what_the_doctor_says() -> None:
     assert {finding.code for finding in diagnose().findings} >= set(codes)
     found = {code: client.get(url).context["cl"].result_count for code, url in codes.items() if url}
     assert found == dict.fromkeys(
-        ("stuck_keys", "completer_late", "jobs_failed"), 1
-    ) | dict.fromkeys(("jobs_late", "jobs_not_deleted"), 2)
+        ("stuck_keys", "completer_late", "jobs_late", "jobs_failed"), 1
+    ) | {"jobs_not_deleted": 2}
     states = dict(context["loops"])
     assert (states["enqueue_jobs"], states["reap_keys"]) == (
         no_heartbeat % {"consequence": "staged jobs wait"},

@@ -58,7 +58,12 @@ KEY, JOB = "idempotency_idempotencykey", "idempotency_stagedjob"
 CALL, MESSAGE = "idempotency_downstreamcall", "idempotency_processedmessage"
 BEAT, ROW = "idempotency_processheartbeat", "idempotency_bulkrow"
 LATEST = f"id IN (SELECT id FROM {KEY} ORDER BY created_at DESC LIMIT {NEWEST})"
-WAITING, DUE_JOBS = "failed_at IS NULL", "failed_at IS NULL AND run_at <= statement_timestamp()"
+WAITING = "failed_at IS NULL"
+FIRST = f'(SELECT min(group_position) FROM {JOB} AS of WHERE of."group" = {JOB}."group")'
+IN_TURN = f"{WAITING} AND coalesce(group_position = {FIRST}, true)"
+DUE_JOBS = f"{IN_TURN} AND run_at <= statement_timestamp()"
+HELD_JOBS = f"{WAITING} AND group_position > {FIRST}"
+AN_HOUR = AGED.format("run_at", AGES["5 minutes to an hour"])
 #: The rows of the outage that ``filled`` does not make.
 MORE = (
     f"UPDATE {KEY} SET attempts = 1 + id % 7, completer_attempts = id % 3, hangs = id % 2",
@@ -75,6 +80,9 @@ MORE = (
     f"UPDATE {JOB} SET queue = 'mail', hand_overs = 3, refusals = 2 WHERE run_at > now()",
     f"UPDATE {JOB} SET job_name = 'shop.jobs.sms', last_error = 'NotDeleted: trigger' WHERE id IN"
     f" (SELECT id FROM {JOB} WHERE failed_at IS NULL ORDER BY id LIMIT 30)",
+    f"""UPDATE {JOB} SET "group" = 'account:' || n % 30, group_position = n FROM (SELECT id AS of,
+        row_number() OVER (ORDER BY id) AS n FROM {JOB}) AS numbered WHERE id = of AND n % 7 = 0
+        AND job_name <> 'shop.jobs.sms'""",
     f"INSERT INTO {CALL} (key_id, name, token, started_at, recorded_at)"
     f" SELECT id, 'sms', gen_random_uuid(), now(), CASE WHEN id % 2 = 0 THEN now() END"
     f" FROM {KEY} WHERE id % 100 = 1",
@@ -210,6 +218,8 @@ def of_dashboard() -> Iterator[Figure]:
     names = " ".join(f"WHEN {condition} THEN '{name}'" for name, condition in STATES.items())
     at = "{} AND recovery_point = '{}'"
     stuck, failed = STATES["stuck"], "failed_at IS NOT NULL"
+    age = aged("run_at", "due for %s")
+    waiting = f"CASE WHEN {HELD_JOBS} THEN 'held by their group' ELSE {age} END"
     gone = f"beat_at < statement_timestamp() - interval '{SILENT_SECONDS} s'"
     for what, shown, sql in (
         ("unfinished", says("Unfinished keys: N"), count(OPEN)),
@@ -223,7 +233,7 @@ def of_dashboard() -> Iterator[Figure]:
         ("due", says("Staged jobs that are due: N,"), count(DUE_JOBS, JOB)),
         ("failed", says("Staged jobs that have failed: N"), count(failed, JOB)),
         ("kept", says("cannot be deleted: N"), count("last_error LIKE 'NotDeleted:%'", JOB)),
-        ("waiting", bars("Waiting, by age"), by(aged("run_at", "due for %s"), WAITING, JOB)),
+        ("waiting", bars("Waiting, by age"), by(waiting, WAITING, JOB)),
         ("failed jobs", bars("Failed, by name"), by("job_name", failed, JOB)),
         ("job groups", groups("Failed jobs, by cause", 1), by("job_name", failed, JOB)),
         ("gone", says("runs the same loop: N"), count(gone, BEAT)),
@@ -255,10 +265,11 @@ LISTS = {
         "": "true",
         "state=waiting": WAITING,
         "state=failed": "failed_at IS NOT NULL",
-        "state=later": f"{WAITING} AND run_at > statement_timestamp()",
-        "state=waiting&age=hour": (
-            f"{WAITING} AND {AGED.format('run_at', AGES['5 minutes to an hour'])}"
-        ),
+        "state=due": DUE_JOBS,
+        "state=due&age=hour": f"{IN_TURN} AND {AN_HOUR}",
+        "state=later": f"{IN_TURN} AND run_at > statement_timestamp()",
+        "state=held": HELD_JOBS,
+        "state=waiting&age=hour": f"{WAITING} AND {AN_HOUR}",
         "job_name=shop.jobs.sms": "job_name = 'shop.jobs.sms'",
         "queue=mail": "queue = 'mail'",
         "error_group=OSError:+mail+%23+down": "last_error LIKE 'OSError: mail % down'",
@@ -317,7 +328,7 @@ def of_monitoring() -> Iterator[Figure]:
     since, free = "SELECT extract(epoch FROM statement_timestamp() - min({}))", f"{FREE} AND {{}}"
     late = f"expires_at < statement_timestamp() - interval '{REAPER_LATE_SECONDS} s'"
     alone, waited = "stuck_at IS NULL", f"greatest({DUE_AT}, handed_back_at)"
-    oldest_job = f"{since.format('run_at')} FROM {JOB} WHERE {WAITING}"
+    oldest_job = f"{since.format('run_at')} FROM {JOB} WHERE {IN_TURN}"
     for page, figures in {
         "doctor": {
             "keys_unfinished": count(OPEN),
