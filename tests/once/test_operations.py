@@ -454,11 +454,13 @@ def test_serialization_failures_of_each_attempt_are_a_conflict(settings: Any, ba
     assert bank.requests == 1, "only the transaction is repeated"
 
 
-def test_a_result_has_at_most_the_stored_bytes() -> None:
+def test_results_and_all_arguments_have_at_most_the_stored_bytes() -> None:
     most = conf.get().MAX_STORED_BODY_BYTES
     assert len(encoded("x" * (most - 2), "The result")) == most
     with pytest.raises(TypeError, match="MAX_STORED_BODY_BYTES"):
         encoded("x" * (most - 1), "The result")
+    with pytest.raises(TypeError, match=r"arguments of tests\.note has"):
+        note.once("key", name="x" * (most // 2), fails="x" * (most // 2))
 
 
 def test_a_hook_that_fails_after_the_last_commit_is_no_failure_of_the_operation(
