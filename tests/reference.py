@@ -67,11 +67,9 @@ NOTES = {
         " credentials and no cookies."
     ),
     "IdempotencyKey.request_fingerprint": "A version and a hash of method, path, query and body.",
-    "IdempotencyKey.seed": "Random bytes, from which `derive()` makes downstream keys.",
     "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",
     "IdempotencyKey.last_error": "The error of the last run that failed.",
     "StagedJob.id": "Ordered by time; also the id of the job in the broker.",
-    "StagedJob.group_position": "The order within the group.",
     "StagedJob.last_error": "The error of the last hand-over that was refused.",
     "StagedJob.idempotency_key": "The request that staged it.",
     "DownstreamCall.key": "The request that made it.",
@@ -81,6 +79,12 @@ NOTES = {
         "The sender of the message, such as `stripe`; `staged-job` for a staged job."
     ),
     "ProcessedMessage.message_id": "The id that the sender gave to the message.",
+}
+#: Columns that are private, and not on the page.
+PRIVATE = {
+    *("IdempotencyKey.begun", "IdempotencyKey.call_begun_at", "IdempotencyKey.claim_token"),
+    *("IdempotencyKey.hangs", "IdempotencyKey.next_run_at", "IdempotencyKey.seed"),
+    *("DownstreamCall.token", "StagedJob.group_position"),
 }
 #: The options that Django adds to every command, and one that the head of the page explains.
 COMMON_OPTIONS = {
@@ -162,12 +166,14 @@ def _model(model: Any) -> str:
         if not (
             field.primary_key and field.name == "id" and field.get_internal_type() == "BigAutoField"
         )
+        and f"{model.__name__}.{field.name}" not in PRIVATE
     ]
     parts = [f"## {model.__name__}", _first(model.__doc__), _table(("field", "kind", "note"), rows)]
     if unique := [
         ", ".join(f"`{name}`" for name in constraint.fields)
         for constraint in meta.constraints
         if getattr(constraint, "fields", None)
+        and not {f"{model.__name__}.{name}" for name in constraint.fields} & PRIVATE
     ]:
         parts.append(_wrapped("Unique together: " + "; ".join(unique) + "."))
     return "\n\n".join(parts)
@@ -204,15 +210,39 @@ def _note_of(model: Any, field: Any) -> str:
 
 
 def commands_tables() -> str:
-    """Return the help of each command, without the options of COMMON_OPTIONS."""
+    """Return the help of each command, without the options of COMMON_OPTIONS. The end of the help
+    of the loops and their common options come first, once."""
     from django.core.management import load_command_class
 
+    from idempotency.management.passes import PASS_HELP, PassCommand
+
     folder = Path(__file__).parents[1] / "idempotency" / "management" / "commands"
-    found = (path.stem for path in sorted(folder.glob("*.py")) if path.stem != "__init__")
-    return "\n\n".join(_command(name, load_command_class("idempotency", name)) for name in found)
+    names = [path.stem for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+    commands = {name: load_command_class("idempotency", name) for name in names}
+    loops = [name for name in names if isinstance(commands[name], PassCommand)]
+    of_loops = [_options(commands[name].create_parser("manage.py", name)) for name in loops]
+    shared = _equal_except_defaults([dict(options) for options in of_loops])
+    parts = [f"For the loops {', '.join(f'`{name}`' for name in loops)}:", _wrapped(PASS_HELP)]
+    parts.append(_table(("option", "meaning"), list(shared.items())))
+    for name, command in commands.items():
+        command.help = command.help.removesuffix(PASS_HELP)
+        parts.append(_command(name, command, shared if name in loops else {}))
+    return "\n\n".join(parts)
 
 
-def _command(name: str, command: Any) -> str:
+def _equal_except_defaults(commands: list[dict[str, str]]) -> dict[str, str]:
+    """Return the options that all of these commands have, with the default of each."""
+    default = re.compile(r"\(default: (.*?)\)")
+    found = {}
+    for name, meaning in commands[0].items():
+        meanings = [command.get(name, "") for command in commands]
+        if len({default.sub("", each) for each in meanings}) == 1:
+            defaults = ", ".join(value for each in meanings for value in default.findall(each))
+            found[name] = default.sub(f"(defaults: {defaults})", meaning)
+    return found
+
+
+def _command(name: str, command: Any, shared: Mapping[str, str]) -> str:
     parser = command.create_parser("manage.py", name)
     parts = [f"## {name}", _wrapped(command.help)]
     for action in parser._actions:
@@ -220,8 +250,7 @@ def _command(name: str, command: Any) -> str:
             about = [(f"`{each.dest}`", each.help or "") for each in action._choices_actions]
             parts.append(_table(("action", "meaning"), about))
             parts.append(_table(("option", "of", "meaning"), list(_shared(action.choices))))
-    options = list(_options(parser))
-    if options:
+    if options := [option for option in _options(parser) if option[0] not in shared]:
         parts.append(_table(("option", "meaning"), options))
     return "\n\n".join(parts)
 

@@ -16,6 +16,14 @@ from idempotency.models import IdempotencyKey
 
 Number = TypeVar("Number", int, float)
 
+#: The end of the help of each command.
+PASS_HELP = (
+    "Several instances of this command may run at once. The command does one pass and exits, or"
+    " repeats passes with --loop. Exit status 0: the pass is done, with or without stuck keys, or"
+    " the loop got SIGTERM. 1: the database or the broker cannot be reached. 2: wrong usage. 3: a"
+    " run or a batch in a loop hangs; start the command again."
+)
+
 
 class PassCommand(BaseCommand):
     """A command that calls a ``*_once()`` function, once or in a loop, and prints its counts.
@@ -28,7 +36,6 @@ class PassCommand(BaseCommand):
     default_batch_size: ClassVar[int] = 1000
     #: The model whose rows the command reads.
     model: ClassVar[type[Model]] = IdempotencyKey
-    batch_size_help: ClassVar[str] = "Maximum number of rows in one transaction"
 
     #: The function that does one pass. It calls ``stop`` between batches or keys, and returns a
     #: dataclass of counts.
@@ -54,7 +61,7 @@ class PassCommand(BaseCommand):
             type=whole_number,
             default=self.default_batch_size,
             metavar="N",
-            help=f"{self.batch_size_help} (default: %(default)s).",
+            help="Maximum number of rows in one query or transaction (default: %(default)s).",
         )
         parser.add_argument(
             "--dry-run", action="store_true", help="Print the counts without changing anything."

@@ -8,21 +8,16 @@ from django.core.management.base import CommandParser
 from idempotency._bulk_work import Turns
 from idempotency._key_completion import AbandonedKeys
 from idempotency.completer import CompletePass, complete_once
-from idempotency.management.passes import PassCommand, add_concurrency_argument
+from idempotency.management.passes import PASS_HELP, PassCommand, add_concurrency_argument
 
 
 class Command(PassCommand):
     help = (
         "Run abandoned requests from their last recovery point, each as its sender, and do the"
-        " bulk work that was begun in the admin. Several instances of this command may run at"
-        " once. The command does one pass and exits, or repeats passes with --loop. Exit status"
-        " 0: the pass is done, with or without stuck keys, or the loop got SIGTERM. 1: the"
-        " database cannot be reached. 2: wrong usage. 3: a run in a loop hangs; start the"
-        " command again."
+        f" bulk work that was begun in the admin. {PASS_HELP}"
     )
     default_interval = 5.0
     default_batch_size = 100
-    batch_size_help = "Number of keys that one query reads"
     own_options = ("concurrency",)
 
     run_pass = staticmethod(complete_once)

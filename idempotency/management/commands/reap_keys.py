@@ -3,7 +3,7 @@
 from dataclasses import astuple
 from typing import Any
 
-from idempotency.management.passes import PassCommand
+from idempotency.management.passes import PASS_HELP, PassCommand
 from idempotency.reaper import ReapPass, reap_once
 
 
@@ -11,10 +11,7 @@ class Command(PassCommand):
     help = (
         "Delete finished and refused keys, inbox messages and counts of requests past their"
         " retention. Call on_abandon for keys that are unfinished after RETENTION_HOURS, or mark"
-        " these keys as stuck. Several instances of this command may run at once. The command does"
-        " one pass and exits, or repeats passes with --loop. Exit status 0: the pass is done, with"
-        " or without stuck keys, or the loop got SIGTERM. 1: the database cannot be reached. 2:"
-        " wrong usage. 3: a run in a loop hangs; start the command again."
+        f" these keys as stuck. {PASS_HELP}"
     )
     default_interval = 60.0
 
