@@ -114,8 +114,6 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         f"![Ratios to the bare view](../images/{CHART.name})\n",
         "## One client, in process\n",
         _in_process(in_process),
-        "## Responses over HTTP\n",
-        _over_http(over_http, in_process),
     ]
     details = [
         DETAILS_INTRODUCTION,
@@ -124,8 +122,8 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _targets(results),
         "## Operations and workflows\n",
         _workflows(part(results, "workflows")),
-        "## Responses of the peers over HTTP\n",
-        _rates(over_http, in_process, of_peers=True),
+        "## Responses over HTTP\n",
+        _over_http(over_http, in_process),
         "## Replays that a standby confirms\n",
         _replication(part(results, "replication")),
         "## Traces\n",
@@ -399,7 +397,7 @@ def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
         "The figures are responses (2xx) a second. The ratio to the bare view in the same rounds"
         f" is in brackets. The server is {figures['server']}."
     )
-    text += "\n" + _rates(figures, in_process, of_peers=False)
+    text += "\n" + _rates(figures, in_process)
     text += f"\n![Answers a second](../images/{CHART_HTTP.name})\n"
     one, ride = figures["ours"]["one_key"], figures["ours"]["serializable"]
     (first, of_first), (last, of_last), *_ = (
@@ -415,15 +413,11 @@ def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
     return text
 
 
-def _rates(figures: dict[str, Any], in_process: dict[str, Any], *, of_peers: bool) -> str:
-    """Return the table of the responses a second of the peers, or of this app and the bare view."""
-    if "error" in figures or "error" in in_process:
-        return not_measured(figures if "error" in figures else in_process)
+def _rates(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
+    """Return the table of the responses a second of the bare view, this app and the peers."""
     counts = list(figures["ours"]["clients"])
     rows = []
     for system, view, label in [("ours", "", "bare view"), *_systems(in_process)]:
-        if (system == "ours") is of_peers:
-            continue
         clients = figures.get(system, {}).get("clients")
         if clients is None:
             rows.append(

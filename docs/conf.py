@@ -22,3 +22,4 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 # The names of types are for type checkers; the meaning of an argument is in the docstring.
 autodoc_typehints = "none"
+autodoc_member_order = "bysource"
