@@ -214,7 +214,7 @@ def commands_tables() -> str:
     of the loops and their common options come first, once."""
     from django.core.management import load_command_class
 
-    from idempotency.management.passes import PASS_HELP, PassCommand
+    from idempotency.management.passes import LOOP_HELP, PassCommand
 
     folder = Path(__file__).parents[1] / "idempotency" / "management" / "commands"
     names = [path.stem for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
@@ -222,10 +222,10 @@ def commands_tables() -> str:
     loops = [name for name in names if isinstance(commands[name], PassCommand)]
     of_loops = [_options(commands[name].create_parser("manage.py", name)) for name in loops]
     shared = _equal_except_defaults([dict(options) for options in of_loops])
-    parts = [f"For the loops {', '.join(f'`{name}`' for name in loops)}:", _wrapped(PASS_HELP)]
+    parts = [f"For the loops {', '.join(f'`{name}`' for name in loops)}:", _wrapped(LOOP_HELP)]
     parts.append(_table(("option", "meaning"), list(shared.items())))
     for name, command in commands.items():
-        command.help = command.help.removesuffix(PASS_HELP)
+        command.help = command.help.removesuffix(LOOP_HELP)
         parts.append(_command(name, command, shared if name in loops else {}))
     return "\n\n".join(parts)
 

@@ -17,7 +17,7 @@ from idempotency.models import IdempotencyKey
 Number = TypeVar("Number", int, float)
 
 #: The end of the help of each command.
-PASS_HELP = (
+LOOP_HELP = (
     "Several instances of this command may run at once. The command does one pass and exits, or"
     " repeats passes with --loop. Exit status 0: the pass is done, with or without stuck keys, or"
     " the loop got SIGTERM. 1: the database or the broker cannot be reached. 2: wrong usage. 3: a"

@@ -8,13 +8,13 @@ from django.core.management.base import CommandParser
 from idempotency._bulk_work import Turns
 from idempotency._key_completion import AbandonedKeys
 from idempotency.completer import CompletePass, complete_once
-from idempotency.management.passes import PASS_HELP, PassCommand, add_concurrency_argument
+from idempotency.management.passes import LOOP_HELP, PassCommand, add_concurrency_argument
 
 
 class Command(PassCommand):
     help = (
         "Run abandoned requests from their last recovery point, each as its sender, and do the"
-        f" bulk work that was begun in the admin. {PASS_HELP}"
+        f" bulk work that was begun in the admin. {LOOP_HELP}"
     )
     default_interval = 5.0
     default_batch_size = 100

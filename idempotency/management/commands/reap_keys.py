@@ -3,7 +3,7 @@
 from dataclasses import astuple
 from typing import Any
 
-from idempotency.management.passes import PASS_HELP, PassCommand
+from idempotency.management.passes import LOOP_HELP, PassCommand
 from idempotency.reaper import ReapPass, reap_once
 
 
@@ -11,7 +11,7 @@ class Command(PassCommand):
     help = (
         "Delete finished and refused keys, inbox messages and counts of requests past their"
         " retention. Call on_abandon for keys that are unfinished after RETENTION_HOURS, or mark"
-        f" these keys as stuck. {PASS_HELP}"
+        f" these keys as stuck. {LOOP_HELP}"
     )
     default_interval = 60.0
 
