@@ -15,9 +15,10 @@ from django.db.backends.postgresql.base import Cursor, DatabaseWrapper, ServerBi
 from django.db.backends.utils import CursorWrapper
 from django.db.utils import DatabaseError
 
+from idempotency import conf
 from idempotency._engine import database_product
 from idempotency._engine.errors import as_lost, hide_row
-from idempotency._engine.replication import confirmed_commit, watches_commits
+from idempotency._engine.replication import confirmed_commit
 
 _PARAMETER = re.compile(r"%\((\w+)\)s")
 #: The methods of Django's connections that make cursors.
@@ -36,12 +37,10 @@ def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
     connection: a wrapper of ``execute_wrapper()``, or another class or method of connections or
     cursors. It must get the statements of this app like those of the ORM. The SDK of Sentry only
     notes statements, which needs none of them."""
-    execute = _without_observer(CursorWrapper.execute)
-    if (
-        connection.execute_wrappers
-        or type(execute) is not FunctionType
-        or execute.__globals__ is not _DJANGO
-    ):
+    execute: Any = CursorWrapper.execute
+    if connection.execute_wrappers or type(execute) is not FunctionType:
+        return True
+    if execute.__globals__ is not _DJANGO and not _is_observer_of_django(execute):
         return True
     if connection.vendor != "postgresql":
         return False
@@ -58,17 +57,14 @@ def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
     return type(own) is not psycopg.Connection or own.cursor_factory not in _CURSORS
 
 
-def _without_observer(execute: Any) -> Any:
-    """Return the function that the SDK of Sentry has replaced, also if another package has replaced
-    it before. An older SDK does not name that function."""
-    while (
-        type(execute) is FunctionType
-        and execute.__globals__ is not _DJANGO
-        and str(execute.__globals__.get("__name__")).startswith(_OBSERVER)
-    ):
-        if (execute := getattr(execute, "__wrapped__", None)) is None:
-            return None
-    return execute
+def _is_observer_of_django(execute: Any) -> bool:
+    """Return whether the SDK of Sentry has replaced the function of Django. An older SDK does not
+    name the function that it has replaced."""
+    while type(execute) is FunctionType and execute.__globals__ is not _DJANGO:
+        if not str(execute.__globals__.get("__name__")).startswith(_OBSERVER):
+            return False
+        execute = getattr(execute, "__wrapped__", None)
+    return type(execute) is FunctionType
 
 
 @cache
@@ -126,7 +122,7 @@ def classified_errors(
 ) -> AbstractContextManager[None]:
     """Classify the errors of a block on an open connection, and confirm its commits. Without
     ``own`` the block has statements of a view too."""
-    if watches_commits(connection) or database_product.is_citus(connection):
+    if conf.get().CONFIRM_REPLICATED or database_product.is_citus(connection):
         return _watched(connection, own)
     return _Classified(connection, own)
 

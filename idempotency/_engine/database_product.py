@@ -39,7 +39,7 @@ _is_citus: dict[str, bool] = {}
 
 def is_citus(connection: BaseDatabaseWrapper) -> bool:
     """Return whether the engine is Citus; False for an engine that was not examined yet."""
-    return _is_citus.get(connection.alias, False)
+    return connection.alias in _is_citus and _is_citus[connection.alias]
 
 
 def require_postgresql(connection: BaseDatabaseWrapper) -> None:

@@ -79,16 +79,6 @@ def confirm(using: str) -> None:
             second.close()
 
 
-def watches_commits(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the commits of a block on this connection are confirmed: not in a transaction,
-    which commits later."""
-    return (
-        bool(conf.get().CONFIRM_REPLICATED)
-        and connection.vendor == "postgresql"
-        and not connection.in_atomic_block
-    )
-
-
 @contextmanager
 def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """Watch the commits of the block. Do nothing without CONFIRM_REPLICATED, and in a transaction,
@@ -97,7 +87,11 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     Raises NotReplicated if the wait of one was cancelled. That commit is visible on this server,
     and may be lost.
     """
-    if not watches_commits(connection):
+    if (
+        not conf.get().CONFIRM_REPLICATED
+        or connection.vendor != "postgresql"
+        or connection.in_atomic_block
+    ):
         yield
         return
     own = psycopg_connection(connection)

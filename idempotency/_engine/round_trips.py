@@ -43,6 +43,10 @@ _MAX_LOSSES = 2
 _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)
 #: The attribute of a connection with its prepared statements.
 _PREPARED = "_idempotency_prepared"
+#: The attribute of a connection of Django with the adapters of its values, and the settings on
+#: which they depend. They refer to the connection of psycopg, which would never be freed with them.
+_ADAPTERS = "_idempotency_adapters"
+_SETTINGS = (b"client_encoding", b"DateStyle", b"TimeZone")
 
 #: A statement with numbered parameters, and the types of these.
 _Key = tuple[str, tuple[int, ...]]
@@ -77,9 +81,9 @@ class _Prepared:
 
 def can_be_merged(connection: BaseDatabaseWrapper) -> bool:
     """Return whether transactions of an open connection begin and end this way."""
-    usable = _SUPPORTED and isinstance(connection.connection, psycopg.Connection)
     return (
-        usable
+        _SUPPORTED
+        and connection.connection is not None
         and conf.get().MERGE_ROUND_TRIPS
         and not is_citus(connection)
         and not is_instrumented(connection)
@@ -111,12 +115,12 @@ def run(
         if begins and not own.autocommit and not before:
             before = [begin(own)]
         try:
-            return _run(own, text, parameters, before, after, meanings)
+            return _run(connection, text, parameters, before, after, meanings)
         except StaleStatement:
             if not begins:
                 raise
             own.rollback()
-            return _run(own, text, parameters, before, after, meanings)
+            return _run(connection, text, parameters, before, after, meanings)
 
 
 def begin(own: "psycopg.Connection[Any]", isolation: IsolationLevel | None = None) -> str:
@@ -131,31 +135,30 @@ def begin(own: "psycopg.Connection[Any]", isolation: IsolationLevel | None = Non
 
 
 def _run(
-    own: "psycopg.Connection[Any]",
+    connection: BaseDatabaseWrapper,
     text: str,
     parameters: Parameters,
     before: Sequence[str],
     after: Sequence[str],
     meanings: Meanings,
 ) -> Result:
+    own: psycopg.Connection[Any] = connection.connection
     server, prepared = own.pgconn, _prepared(own)
     query, names = numbered(text)
-    transformer = Transformer(own)
+    settings = own, *map(server.parameter_status, _SETTINGS)
+    # No other thread may use them meanwhile.
+    made_for, transformer = vars(connection).pop(_ADAPTERS, (None, None))
+    if made_for != settings:
+        transformer = Transformer(own)
+    auto = [PyFormat.AUTO] * len(names)
     # A partial of libpq's functions would show the values.
-    values = Hidden(
-        transformer.dump_sequence(
-            [parameters.value[name] for name in names], [PyFormat.AUTO] * len(names)
-        )
-    )
+    values = Hidden(transformer.dump_sequence([parameters.value[name] for name in names], auto))
     types, formats = transformer.types or (), transformer.formats
     sends: list[Callable[[], None]] = [
         partial(server.send_query_params, each.encode(), None) for each in before
     ]
     key, index = (query, types), len(before)
-    if (name := prepared.names.get(key)) is None and _is_worth_preparing(own, key):
-        # After a loss the server may still have a plan that does not fit.
-        digest = hashlib.sha256(repr((key, prepared.losses)).encode()).hexdigest()
-        name = f"idempotency_{digest[:16]}".encode()
+    if (name := prepared.names.get(key)) is None and (name := _new_name(own, prepared, key)):
         sends.append(partial(server.send_prepare, name, query.encode(), types))
         index += 1
     if name is None:
@@ -163,7 +166,12 @@ def _run(
     else:
         sends.append(lambda: server.send_query_prepared(name, values.value, formats))
     sends += [partial(server.send_query_params, each.encode(), None) for each in after]
-    results = _exchange(own, sends)
+    with own.lock:
+        try:
+            results = own.wait(_exchanging(server, sends))
+        finally:
+            if server.pipeline_status != PipelineStatus.OFF:
+                own.close()  # The exchange has not ended.
     if name is not None and len(results) > index:
         prepared.names[key] = name  # It stays, whatever becomes of the transaction.
     if results[-1].status not in _GOOD:
@@ -171,6 +179,8 @@ def _run(
     result = results[index]
     transformer.set_pgresult(result)
     row = transformer.load_row(0, tuple) if result.ntuples else None
+    transformer.set_pgresult(None)  # It would keep the row in memory.
+    vars(connection)[_ADAPTERS] = settings, transformer
     return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
 
 
@@ -234,36 +244,26 @@ def _error(
     return error
 
 
-def _is_worth_preparing(own: "psycopg.Connection[Any]", key: _Key) -> bool:
-    prepared = _prepared(own)
+def _new_name(own: "psycopg.Connection[Any]", prepared: _Prepared, key: _Key) -> bytes | None:
+    """Return the name of a statement that is worth preparing now, otherwise None."""
     prepared.uses[key] += 1
     # With other cursors the project has statements that psycopg prepares, and drops with all others
     # after a rollback.
     settled = issubclass(own.cursor_factory, psycopg.ClientCursor) and prepared.losses < _MAX_LOSSES
-    return (
-        settled and own.prepare_threshold is not None and prepared.uses[key] > own.prepare_threshold
-    )
+    threshold = own.prepare_threshold
+    if not settled or threshold is None or prepared.uses[key] <= threshold:
+        return None
+    # After a loss the server may still have a plan that does not fit.
+    digest = hashlib.sha256(repr((key, prepared.losses)).encode()).hexdigest()
+    return f"idempotency_{digest[:16]}".encode()
 
 
 def _prepared(own: "psycopg.Connection[Any]") -> _Prepared:
-    found: _Prepared | None = vars(own).get(_PREPARED)
-    if found is None:
-        found = vars(own)[_PREPARED] = _Prepared()
-    return found
-
-
-def _exchange(own: "psycopg.Connection[Any]", sends: list[Callable[[], None]]) -> list[PGresult]:
-    """Send statements and return their results up to the first error. The connection is closed if
-    the exchange does not end."""
-    with own.lock:
-        try:
-            return own.wait(_exchanging(own.pgconn, sends))
-        finally:
-            if own.pgconn.pipeline_status != PipelineStatus.OFF:
-                own.close()
+    return vars(own).get(_PREPARED) or vars(own).setdefault(_PREPARED, _Prepared())
 
 
 def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[PGresult]]:
+    """Send statements and return their results up to the first error."""
     server.enter_pipeline_mode()
     for send in sends:
         send()
@@ -274,7 +274,17 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
             server.consume_input()
     results: list[PGresult] = []
     try:
-        yield from _received(server, results)
+        while True:
+            while server.is_busy():
+                yield Wait.R
+                server.consume_input()
+            if (result := server.get_result()) is None:
+                if server.status != ConnStatus.OK:  # libpq has closed it; nothing else will come.
+                    raise psycopg.OperationalError(server.get_error_message())
+            elif result.status == ExecStatus.PIPELINE_SYNC:
+                break
+            elif not results or results[-1].status in _GOOD:
+                results.append(result)
     except psycopg.OperationalError:
         if not results or results[-1].status in _GOOD:
             raise
@@ -282,19 +292,3 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
         return results
     server.exit_pipeline_mode()
     return results
-
-
-def _received(server: PGconn, results: list[PGresult]) -> PQGen[None]:
-    while True:
-        while server.is_busy():
-            yield Wait.R
-            server.consume_input()
-        result = server.get_result()
-        if result is None:
-            if server.status != ConnStatus.OK:  # libpq has closed it, and nothing else will come.
-                raise psycopg.OperationalError(server.get_error_message())
-            continue
-        if result.status == ExecStatus.PIPELINE_SYNC:
-            return
-        if not results or results[-1].status in _GOOD:
-            results.append(result)

@@ -18,12 +18,13 @@ from pytest_django import Settings
 
 from benchmarks import views as bench
 from benchmarks.counts import create_table
-from idempotency._engine import round_trips, transactions
+from idempotency._engine import fence, round_trips, transactions
 from idempotency._engine.transactions import durable_transaction
 from idempotency._hidden import Hidden
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
+from tests.kit.claims import claim
 from tests.kit.cutting import CHUNK_BYTES, Cut, cutting_proxy
 from tests.kit.database import messages
 from tests.kit.serving import Sender
@@ -120,6 +121,18 @@ def test_each_statement_is_a_round_trip(
         monkeypatch.setattr(name, "is_citus", lambda connection: citus)
     bench.plain(bench.request())
     assert messages(lambda: bench.plain(bench.request())) == trips
+
+
+def test_text_is_stored_in_the_encoding_that_the_session_has_now() -> None:
+    key = claim().key
+    with connection.cursor() as cursor:
+        cursor.execute("SET client_encoding TO latin1")
+    try:
+        fence.release(key, "Füße", using="default")
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("RESET client_encoding")
+    assert IdempotencyKey.objects.get().last_error == "Füße"
 
 
 def lose_statements() -> None:
