@@ -252,7 +252,7 @@ def _conflict(found: _Found, request: ClaimedRequest) -> Claim | None:
     must learn nothing else."""
     key: Any = found.key
     stored, fingerprint = key.request_fingerprint, request.request_fingerprint
-    if version_of(fingerprint) != version_of(stored):
+    if fingerprint != stored and version_of(fingerprint) != version_of(stored):
         if (recomputed := request.fingerprint_as(stored)) is None:
             return Claim(ClaimOutcome.IN_PROGRESS, key)
         fingerprint = recomputed

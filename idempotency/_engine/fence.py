@@ -166,7 +166,7 @@ def _fenced(
     text: str = getattr(statements_for(using), statement)
     parameters: Parameters = Hidden(values)
     del values
-    parameters.value |= {"id": key.pk, "position": key.ctid, "reached": key.recovery_point}
+    parameters.value |= {"id": key.id, "position": key.ctid, "reached": key.recovery_point}
     parameters.value["token"] = token_parameter(key.fence, using)
     if last_of is not None:
 

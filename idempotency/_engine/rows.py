@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from django.db import connections
 from django.db.backends.utils import CursorWrapper
-from django.db.models import DEFERRED
+from django.db.models.base import ModelState
 
 from idempotency._engine import database_product, round_trips, statements, updates
 from idempotency._engine.claimed_key import ClaimedKey
@@ -26,11 +26,6 @@ from idempotency._engine.round_trips import Result
 from idempotency._hidden import Hidden, Parameters
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
-
-#: The attributes of a key in the order of its fields, all deferred.
-_DEFERRED = dict.fromkeys(
-    (field.attname for field in IdempotencyKey._meta.concrete_fields), DEFERRED
-)
 
 
 @cache
@@ -124,17 +119,16 @@ def key_of_row(
     names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any
 ) -> ClaimedKey:
     """Return a key with the columns ``names`` and the attributes ``known``; other fields are
-    deferred."""
-    columns, attributes = Hidden(list(values.value)), Hidden(_DEFERRED | known)
-    del known  # The converters of the project's user model run here, and the receivers of signals.
-    for position, converters, expression in _converters(names, using):
-        for converter in converters:
-            columns.value[position] = converter(
-                columns.value[position], expression, connections[using]
-            )
-    attributes.value.update(zip(names, columns.value, strict=True))
-    key = ClaimedKey(*attributes.value.values())
+    deferred. The signals of models are not sent, as at the copy of an instance."""
+    key = ClaimedKey.__new__(ClaimedKey)
+    key._state = ModelState()
     key._state.adding, key._state.db = False, using
+    row = Hidden(vars(key))
+    row.value.update(known | dict(zip(names, values.value, strict=True)))
+    del known  # The converters of the project's user model run here.
+    for name, converters, expression in _converters(names, using):
+        for converter in converters:
+            row.value[name] = converter(row.value[name], expression, connections[using])
     return key
 
 
@@ -153,8 +147,8 @@ def array_parameter(names: tuple[str, ...], using: str) -> str:
 
 
 @cache
-def _converters(names: tuple[str, ...], using: str) -> list[tuple[int, list[Any], Any]]:
+def _converters(names: tuple[str, ...], using: str) -> list[tuple[str, list[Any], Any]]:
     compiler = IdempotencyKey.objects.using(using).all().query.get_compiler(using)
     fields = {field.attname: field for field in IdempotencyKey._meta.concrete_fields}
     converters = compiler.get_converters([fields[name].get_col(updates.TABLE) for name in names])
-    return [(position, *of_column) for position, of_column in converters.items()]
+    return [(names[position], *of_column) for position, of_column in converters.items()]

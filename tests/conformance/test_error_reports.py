@@ -23,7 +23,7 @@ from idempotency.client import Retries, make_async_client, make_client, make_ses
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import DownstreamCall, IdempotencyKey
-from idempotency.phases import ClaimedKey, atomic_phase
+from idempotency.phases import atomic_phase
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.frames import OutOfLuck, Planted, values_shown
 from tests.kit.serving import Sender, View
@@ -300,32 +300,6 @@ def test_60_error_of_a_wrapper_of_statements(
     serve(view=kind(work))
     with connection.execute_wrapper(wrapper):
         planted.refuse_shown(ask(), at_least=10)
-
-
-@pytest.mark.parametrize("kind", [plain, phased])
-@pytest.mark.parametrize("is_replay", [False, True])
-def test_60_error_of_a_receiver_of_a_signal_of_models(
-    is_replay: bool, kind: Kind, serve: Serve, planted: Planted, ask: Any
-) -> None:
-    serve(view=kind(lambda request: HttpResponse(planted["answer"])))
-    if is_replay:
-        with pytest.raises(pytest.fail.Exception):
-            ask()
-        planted.of_key(IdempotencyKey.objects.get())
-    made: list[IdempotencyKey] = []
-
-    def receiver(instance: IdempotencyKey, **kwargs: Any) -> None:
-        made.append(instance)
-        raise OutOfLuck
-
-    post_init.connect(receiver, sender=ClaimedKey)
-    try:
-        error = ask()
-    finally:
-        post_init.disconnect(receiver, sender=ClaimedKey)
-    if not is_replay:
-        planted.of_key(made[0])
-    planted.refuse_shown(error, at_least=10)
 
 
 @pytest.mark.postgres
