@@ -71,10 +71,8 @@ class Outcome:
 class Work(Protocol):
     """The work of one run. The engine calls it once in each attempt."""
 
-    #: The kind of work, such as "view", and the path of the view or the name of the operation. Both
-    #: are for messages.
+    #: The kind of work, such as "view", for messages.
     kind: str
-    name: str
     #: Code that may mark a transaction for rollback unnoticed, for messages; ends with a comma.
     rollback_causes: str
     #: The request for signals; None in a run of the completer.
@@ -89,6 +87,10 @@ class Work(Protocol):
     #: Whether messages of errors must not be stored, because they may quote values that are not
     #: stored.
     hides_errors: bool
+
+    @property
+    def name(self) -> str:
+        """The path of the view or the name of the operation, for messages."""
 
     @property
     def is_committed(self) -> bool:

@@ -7,6 +7,7 @@ The mark of the request shows whether the duplicate is the same request.
 # ruff: noqa: S608 - only expressions of this module are formatted into the statement
 
 import hashlib
+import struct
 from functools import lru_cache
 
 from idempotency.models import IdempotencyKey
@@ -60,8 +61,5 @@ def lock_parameters(scope: str, idempotency_key: str, fingerprint: str) -> dict[
         _way_hash(version_of(fingerprint))
         + hashlib.blake2b(key_hash + fingerprint.encode(), digest_size=3).digest()
     )
-    return {
-        "lock": int.from_bytes(key_hash[:8], "big", signed=True),
-        "mark_key": int.from_bytes(key_hash[8:], "big", signed=True),
-        "mark_request": int.from_bytes(request_hash, "big", signed=True),
-    }
+    lock, mark_key, mark_request = struct.unpack(">qii", key_hash + request_hash)
+    return {"lock": lock, "mark_key": mark_key, "mark_request": mark_request}

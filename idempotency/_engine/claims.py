@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from django.db import Error, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency import conf
 from idempotency._engine import rows, statements
@@ -77,13 +78,13 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     the running code declares, and the first. Raises ``request.unstorable`` if the claim would store
     the request, because the key is new or nothing was begun for it."""
     in_one = vendor(using) == "postgresql" and request.unstorable is None
-    text = statements_for(using)
+    text, connection = statements_for(using), connections[using]
     claim, upsert = text.for_phased(with_call=bool(request.first_call))
-    parameters = _parameters(request, using)
+    parameters = _parameters(request, connection)
     parameters.value["points"] = rows.array_parameter(recovery_points, using)
     for _ in range(_CLAIM_TRIES):
         try:
-            found = _send_claim(claim if in_one else text.read, parameters, request, using)
+            found = _send_claim(claim if in_one else text.read, parameters, request, connection)
             key = found.key
             if key is not None:
                 if found.expired:
@@ -100,15 +101,15 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             if not in_one:
                 if request.unstorable is not None and (key is None or key.untouched):
                     raise request.unstorable
-                found = _send_claim(upsert, parameters, request, using)
+                found = _send_claim(upsert, parameters, request, connection)
         except Error as error:
             claimed = ClaimedKey(scope=request.scope, idempotency_key=request.idempotency_key)
             claimed.lease_seconds = request.lease_seconds
             _raise_unless_race(error, claimed, parameters, using)
             continue
         if found.claimed is not None:
-            # A claim clears the mark of a stuck key, and an unfinished key has no response.
-            key = _key_of_claim(found, request, parameters, using, finished_at=None)
+            key = _key_of_claim(found, request, parameters, connection)
+            key.finished_at = None
             key.begun_call = request.first_call if key.attempts == 1 else ""
             return Claim(ClaimOutcome.CLAIMED, key)
         # Another claim has inserted or changed the key, and the next attempt reads it; or a plain
@@ -118,26 +119,26 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     return Claim(ClaimOutcome.IN_PROGRESS)
 
 
-def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
+def first_of_plain(request: ClaimedRequest, connection: BaseDatabaseWrapper) -> First:
     """Return the claim of a plain run, which may be sent with BEGIN."""
-    text = statements_for(using)
-    claim = text.claim_plain if vendor(using) == "postgresql" else text.insert_plain
-    return First(claim, _parameters(request, using))
+    text = statements_for(connection.alias)
+    claim = text.claim_plain if connection.vendor == "postgresql" else text.insert_plain
+    return First(claim, _parameters(request, connection))
 
 
-def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
+def claim_plain(request: ClaimedRequest, connection: BaseDatabaseWrapper, first: First) -> Claim:
     """Claim the key of a plain run in its transaction, which may have begun with ``first``. On
     CLAIMED the row is inserted, and visible after COMMIT. Until then advisory locks refuse a
     duplicate; on SQLite the duplicate waits for the write lock. Otherwise only an expired row
     changes."""
-    parameters = first.parameters
+    parameters, using = first.parameters, connection.alias
     for attempt in range(_CLAIM_TRIES):
         if first.ran and attempt == 0:
-            found = _parse(Hidden(first.row), 0.0, request, using)
+            found = _parse(Hidden(first.row), 0.0, request, connection)
         else:
-            found = _send_claim(first.text, parameters, request, using)
+            found = _send_claim(first.text, parameters, request, connection)
         if found.claimed is not None:
-            key = _key_of_claim(found, request, parameters, using)
+            key = _key_of_claim(found, request, parameters, connection)
             # Each attempt has a new seed, so no key may be derived from it.
             key.created_monotonic = None
             return Claim(ClaimOutcome.CLAIMED, key)
@@ -147,8 +148,8 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
         # Another run holds the key: its holder tells whether the request is the same.
         if found.verdict == "other":
             return _holder_conflict(parameters, request, using) or Claim(ClaimOutcome.IN_PROGRESS)
-        if vendor(using) != "postgresql":
-            found = _send_claim(statements_for(using).read, parameters, request, using)
+        if connection.vendor != "postgresql":
+            found = _send_claim(statements_for(using).read, parameters, request, connection)
         if found.key is None:
             continue  # The row was inserted or deleted concurrently.
         if not found.expired:
@@ -174,9 +175,12 @@ def claim_by_id(
         return None
 
 
-def _send_claim(text: str, parameters: Parameters, request: ClaimedRequest, using: str) -> _Found:
+def _send_claim(
+    text: str, parameters: Parameters, request: ClaimedRequest, connection: BaseDatabaseWrapper
+) -> _Found:
     sent = time.monotonic()
-    return _parse(Hidden(_in_one_wait(fetch, text, parameters, using)), sent, request, using)
+    row = Hidden(_in_one_wait(fetch, text, parameters, connection.alias))
+    return _parse(row, sent, request, connection)
 
 
 def _retire(key: ClaimedKey, request: ClaimedRequest, using: str) -> None:
@@ -193,25 +197,23 @@ def _in_one_wait(send: Callable[..., Any], text: str, parameters: Parameters, us
 
 
 def _parse(
-    values: Hidden[tuple[Any, ...] | None], sent: float, request: ClaimedRequest, using: str
+    values: Hidden[Any], sent: float, request: ClaimedRequest, connection: BaseDatabaseWrapper
 ) -> _Found:
     if values.value is None:
         return _Found(sent)
-    parts = Hidden(statements.split_row(values.value))
-    if parts.value[0] is not None:
-        return _Found(sent, parts.value[0])
-    existing = Hidden(parts.value[1])
-    if existing.value[0] is None:
-        return _Found(sent, verdict=parts.value[2])
-    expired, lock_seconds = existing.value[-2:]
+    if values.value[0] is not None:
+        return _Found(sent, values.value[: statements.OF_CLAIMED])
+    expired, lock_seconds, verdict = values.value[-3:]
+    if values.value[statements.OF_CLAIMED] is None:
+        return _Found(sent, verdict=verdict)
     key = rows.key_of_row(
         statements.EXISTING,
-        Hidden(existing.value[:-2]),
-        using,
+        Hidden(values.value[statements.OF_CLAIMED : -3]),
+        connection,
         scope=request.scope,
         idempotency_key=request.idempotency_key,
     )
-    return _Found(sent, None, key, bool(expired), lock_seconds, parts.value[2])
+    return _Found(sent, None, key, bool(expired), lock_seconds, verdict)
 
 
 def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, using: str) -> None:
@@ -227,13 +229,13 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
 
 
 def _key_of_claim(
-    found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any
+    found: _Found, request: ClaimedRequest, parameters: Parameters, connection: BaseDatabaseWrapper
 ) -> ClaimedKey:
     claimed = Hidden(found.claimed or ())
     key = rows.key_of_row(
         statements.CLAIMED,
         Hidden(claimed.value[:-2]),
-        using,
+        connection,
         scope=request.scope,
         idempotency_key=request.idempotency_key,
         request_method=request.request_method,
@@ -242,7 +244,6 @@ def _key_of_claim(
         lease_seconds=request.lease_seconds,
         claim_token=parameters.value["token"],
         **_CLEARED,
-        **known,
     )
     return rows.note_row(key, claimed.value[-2:], found.sent)
 
@@ -279,17 +280,17 @@ def _holder_conflict(parameters: Parameters, request: ClaimedRequest, using: str
     return Claim(ClaimOutcome.MISMATCH if row[1] else ClaimOutcome.IN_PROGRESS)
 
 
-def _parameters(request: ClaimedRequest, using: str) -> Parameters:
+def _parameters(request: ClaimedRequest, connection: BaseDatabaseWrapper) -> Parameters:
     # The field of the project's user model runs here.
     field = IdempotencyKey._meta.get_field("user")
-    user_id = field.get_db_prep_save(request.user_id, connections[using])
+    user_id = field.get_db_prep_save(request.user_id, connection)
     return Hidden(
         lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
         | dict(zip(statements.REQUEST, _columns_of(request), strict=True))
         | {"request_headers": json.dumps(headers) if (headers := request.request_headers) else "{}"}
         | {"user_id": user_id, "seed": random_seed(), "traceparent": None}
         | {"call_event": HistoryEvent.CALL_BEGUN, "call": request.first_call}
-        | _of_claim("client", using)
+        | _of_claim("client", connection.alias)
     )
 
 

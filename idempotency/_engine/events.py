@@ -46,7 +46,7 @@ def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: An
     """Send a signal about the work of a key: now, or after the COMMIT of an outer transaction that
     contains the work."""
     using = str(key._state.db)
-    if in_outer_transaction(using):
+    if signal.receivers and in_outer_transaction(using):
         # A function of this app: _boundary.callbacks() does not count it. It does not call emit(),
         # which a tracer replaces: another run may be the current one at COMMIT.
         transaction.on_commit(

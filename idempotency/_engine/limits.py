@@ -2,7 +2,7 @@
 role stays."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -18,32 +18,32 @@ _found: dict[tuple[str, str], str] = {}
 
 
 class Limits:
-    """The limits that BEGIN sets, at most those of ``most``, by name in milliseconds.
+    """The limits with these names that BEGIN sets, each at most ``most`` milliseconds.
 
     They are sent in one message: SHOW reads what holds, and SET expects what the last transaction
     has found. Unlike a query, SHOW and SET take no snapshot, so the first statement of the work
     takes it.
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper, most: Mapping[str, int]) -> None:
-        self._connection, self._most = connection, most
-        shown = tuple([_found.get((connection.alias, name), "0") for name in most])
-        self._expected = _lowered(tuple(most.values()), shown)
-        self.show = [f"SHOW {name}" for name in most]
-        self.set = self._statements(dict(zip(most, self._expected, strict=True)))
+    def __init__(self, connection: BaseDatabaseWrapper, names: tuple[str, ...], most: int) -> None:
+        self._connection, self._names, self._most = connection, names, most
+        shown = tuple([_found.get((connection.alias, name), "0") for name in names])
+        self._expected = _lowered(most, shown)
+        self.show = [f"SHOW {name}" for name in names]
+        self.set = self._statements(dict(zip(names, self._expected, strict=True)))
 
     def corrections(self, shown: Sequence[str]) -> list[str]:
         """Return the statements that correct the limits, mostly none. ``shown`` has the results of
         SHOW."""
-        for name, text in zip(self._most, shown, strict=True):
+        for name, text in zip(self._names, shown, strict=True):
             _found[self._connection.alias, name] = text
-        right = _lowered(tuple(self._most.values()), tuple(shown))
+        right = _lowered(self._most, tuple(shown))
         if right == self._expected:
             return []
-        each = zip(self._most, right, self._expected, strict=True)
+        each = zip(self._names, right, self._expected, strict=True)
         return self._statements({name: limit for name, limit, set_to in each if limit != set_to})
 
-    def _statements(self, limits: Mapping[str, int]) -> list[str]:
+    def _statements(self, limits: dict[str, int]) -> list[str]:
         idle = [f"SET LOCAL {IDLE} = {limits[IDLE]}"] if IDLE in limits else []
         return idle + (
             database_product.lock_timeout(self._connection, f"{limits[LOCK]}ms")
@@ -85,10 +85,9 @@ def limit_waits_on_workers(
 
 
 @lru_cache(maxsize=32)
-def _lowered(most: tuple[int, ...], shown: tuple[str, ...]) -> tuple[int, ...]:
+def _lowered(most: int, shown: tuple[str, ...]) -> tuple[int, ...]:
     """Return the limits in milliseconds, each at most the one that holds."""
-    pairs = zip(most, map(_milliseconds, shown), strict=True)
-    return tuple(min(limit, found or limit) for limit, found in pairs)
+    return tuple(min(most, _milliseconds(text) or most) for text in shown)
 
 
 def _milliseconds(shown: str) -> int:

@@ -28,10 +28,10 @@ def nearest_function() -> str:
 def in_outer_transaction(using: str) -> bool:
     """Return whether a transaction is open. The transaction of a ``TestCase`` does not count, as in
     Django's ``atomic(durable=True)``."""
-    return _is_outer(connections[using])
+    return is_in_outer_transaction(connections[using])
 
 
-def _is_outer(connection: BaseDatabaseWrapper) -> bool:
+def is_in_outer_transaction(connection: BaseDatabaseWrapper) -> bool:
     blocks = connection.atomic_blocks
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
@@ -51,12 +51,13 @@ def require_autocommit(using: str) -> BaseDatabaseWrapper:
     return connection
 
 
-def require_no_transaction(using: str) -> None:
-    """Raise RuntimeError if a transaction is open, because its rollback would undo committed
-    phases. Raise RuntimeError also if autocommit is off."""
-    if _is_outer(require_autocommit(using)):
+def require_no_transaction(using: str) -> BaseDatabaseWrapper:
+    """Return the connection. Raise RuntimeError if a transaction is open, because its rollback
+    would undo committed phases. Raise RuntimeError also if autocommit is off."""
+    if is_in_outer_transaction(connection := require_autocommit(using)):
         raise RuntimeError(
             "Phased work, a phase or a call was entered inside a transaction, whose rollback would"
             " undo its committed work. Leave the outer transaction.atomic() first. Phases and"
             " calls cannot be nested in a phase either. " + nearest_function()
         )
+    return connection

@@ -8,7 +8,6 @@ then sent with COMMIT, and the run records what was committed.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
 
 from idempotency import signals
@@ -92,13 +91,13 @@ class AtomicPhase:
         if self._target is None:
             raise PhaseDidNotAdvance
         run.calls.require_results()
-        if connections[run.using].needs_rollback:
+        if own.connection.needs_rollback:
             raise TransactionManagementError(
                 "The transaction of this phase was marked for rollback:"
                 f" {run.work.rollback_causes} or by a database error that the block has caught. The"
                 " phase is not committed. Handle the exception outside the phase, or put the"
                 " statements that may fail into a transaction.atomic() of their own."
-            ) from connections[run.using].rollback_exc  # type: ignore[attr-defined]
+            ) from own.connection.rollback_exc  # type: ignore[attr-defined]
         if self._target == FINISHED:
             # In the transaction of the phase: rendering the result may query the database.
             self._outcome = run.work.outcome(self._result)
@@ -151,7 +150,7 @@ def atomic_phase(
     with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
         # Registered first: an exception in a hook of the work must not skip it.
-        transaction.on_commit(phase.note, using=run.using)
+        own.connection.on_commit(phase.note)
         yield phase
         phase.write(own)
     phase.note()  # in a TestCase, which never commits

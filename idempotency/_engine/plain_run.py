@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from django.db import transaction
+from django.db import connections
 from django.db.transaction import TransactionManagementError
 from django.db.utils import Error
 
@@ -17,7 +17,7 @@ from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimOutcome
-from idempotency._engine.outer_transactions import in_outer_transaction
+from idempotency._engine.outer_transactions import is_in_outer_transaction
 from idempotency._engine.several_databases import OtherTransactions
 from idempotency._engine.transactions import First, OwnTransaction, durable_transaction
 from idempotency._text import first_line
@@ -36,7 +36,8 @@ class PlainRun:
         self.transaction: OwnTransaction | None = None
         self._request = request
         self._wait = Wait(work.wait_seconds, using=using)
-        self.is_nested = in_outer_transaction(using)
+        self._connection = connections[using]
+        self.is_nested = is_in_outer_transaction(self._connection)
         if self.is_nested:
             work.check_outer_transaction(using)
             savepoints.check_outer_transaction(work, using=using)
@@ -72,25 +73,26 @@ class PlainRun:
         process would repeat the other writes unnoticed.
         """
         work, using = self.work, self.using
-        others = OtherTransactions(work.other_databases(using), last=using)
+        others: OtherTransactions | None = None
         try:
-            first = claims.first_of_plain(self._request, using=using)
+            first = claims.first_of_plain(self._request, self._connection)
             with self._block(first) as self.transaction:
-                claim = claims.claim_plain(self._request, using=using, first=first)
+                claim = claims.claim_plain(self._request, self._connection, first)
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
                 self.key = claim.key
-                self.transaction.block.key_id = claim.key.pk
+                self.transaction.block.key_id = claim.key.id
                 if self.is_nested:
                     savepoints.hold(claim.key, using=using)
                 # Registered first: an exception in a hook of the work must not skip it.
-                transaction.on_commit(work.note_committed, using=using)
+                self._connection.on_commit(work.note_committed)
+                others = OtherTransactions(work.other_databases(using), last=self._connection)
                 with others.atomic():
                     with work.bind(self):
                         outcome = call()
                     commits = self._store(outcome, others)
         except Error as error:
-            if not others.committed or work.is_committed:
+            if others is None or not others.committed or work.is_committed:
                 raise
             logger.error(
                 "COMMIT succeeded in %r, but failed for the key in %r: %s",

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -33,6 +33,7 @@ from idempotency._engine.cursors import is_instrumented, numbered
 from idempotency._engine.database_product import is_citus
 from idempotency._hidden import Hidden, Parameters
 
+_NOT_NOTED = nullcontext()
 _GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: libpq before 14 has no pipeline mode.
 _SUPPORTED = psycopg.Pipeline.is_supported()
@@ -60,7 +61,8 @@ class StaleStatement(psycopg.errors.SerializationFailure):
     rolled back, and may succeed on a retry."""
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True, slots=True, repr=False)
+class Result:
     """The first row of a statement, None if there is none; the number of rows that it returned or
     changed; and the values of the SHOW statements before it."""
 
@@ -112,7 +114,7 @@ def run(
     own: psycopg.Connection[Any] = connection.connection
     with noted_in_log(connection, [*before, text, *after]), connection.wrap_database_errors:
         begins = own.pgconn.transaction_status == TransactionStatus.IDLE
-        if begins and not own.autocommit and not before:
+        if begins and not before and not own.autocommit:
             before = [begin(own)]
         try:
             return _run(connection, text, parameters, before, after, meanings)
@@ -208,7 +210,7 @@ def noted_in_log(
 ) -> AbstractContextManager[None]:
     """Note a message in Django's query log, without the statements that only read a setting."""
     if not connection.queries_logged:
-        return nullcontext()
+        return _NOT_NOTED
     return debug_transaction(
         connection, "; ".join(text for text in statements if not text.startswith("SHOW "))
     )
@@ -216,7 +218,7 @@ def noted_in_log(
 
 def shown(results: Sequence[PGresult]) -> tuple[str, ...]:
     """Return the values of the SHOW statements among ``results``."""
-    return tuple((result.get_value(0, 0) or b"").decode() for result in results if result.ntuples)
+    return tuple([(result.get_value(0, 0) or b"").decode() for result in results if result.ntuples])
 
 
 def _error(
@@ -259,7 +261,8 @@ def _new_name(own: "psycopg.Connection[Any]", prepared: _Prepared, key: _Key) ->
 
 
 def _prepared(own: "psycopg.Connection[Any]") -> _Prepared:
-    return vars(own).get(_PREPARED) or vars(own).setdefault(_PREPARED, _Prepared())
+    found: _Prepared | None = getattr(own, _PREPARED, None)
+    return found or vars(own).setdefault(_PREPARED, _Prepared())
 
 
 def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[PGresult]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 from django.db.models.base import ModelState
 
@@ -91,7 +92,7 @@ def fetch_key(text: str, parameters: Parameters, using: str) -> ClaimedKey | Non
     row = Hidden(fetch(text, parameters, using))
     if row.value is None:
         return None
-    key = key_of_row(statements.READ, Hidden(row.value[:-2]), using)
+    key = key_of_row(statements.READ, Hidden(row.value[:-2]), connections[using])
     return note_row(key, row.value[-2:], sent)
 
 
@@ -116,19 +117,22 @@ def read_own(key: ClaimedKey, *, using: str) -> ClaimedKey:
 
 
 def key_of_row(
-    names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any
+    names: tuple[str, ...],
+    values: Hidden[Sequence[Any]],
+    connection: BaseDatabaseWrapper,
+    **known: Any,
 ) -> ClaimedKey:
     """Return a key with the columns ``names`` and the attributes ``known``; other fields are
     deferred. The signals of models are not sent, as at the copy of an instance."""
     key = ClaimedKey.__new__(ClaimedKey)
     key._state = ModelState()
-    key._state.adding, key._state.db = False, using
+    key._state.adding, key._state.db = False, connection.alias
     row = Hidden(vars(key))
     row.value.update(known | dict(zip(names, values.value, strict=True)))
     del known  # The converters of the project's user model run here.
-    for name, converters, expression in _converters(names, using):
+    for name, converters, expression in _converters(names, connection.alias):
         for converter in converters:
-            row.value[name] = converter(row.value[name], expression, connections[using])
+            row.value[name] = converter(row.value[name], expression, connection)
     return key
 
 

@@ -17,10 +17,10 @@ _BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus
 
 class OtherTransactions:
     """The transactions of a plain run in the databases ``aliases``. They commit before the key,
-    whose database is ``last``. A database to which the work sends nothing takes no part: psycopg
+    whose connection is ``last``. A database to which the work sends nothing takes no part: psycopg
     sends BEGIN with the first statement."""
 
-    def __init__(self, aliases: list[str], *, last: str) -> None:
+    def __init__(self, aliases: list[str], *, last: BaseDatabaseWrapper) -> None:
         self._last, self._aliases = last, aliases
         #: The databases to which a statement was sent in the block.
         self._used: set[str] = set()
@@ -43,7 +43,8 @@ class OtherTransactions:
 
     def set_rollback(self) -> None:
         """Mark them for rollback, with the transaction of the key."""
-        for alias in (self._last, *self._aliases):
+        self._last.set_rollback(True)
+        for alias in self._aliases:
             transaction.set_rollback(True, using=alias)
 
     @property
@@ -59,11 +60,8 @@ class OtherTransactions:
     def marked_for_rollback(self) -> list[Any]:
         """Return the connections, with that of the key, whose COMMIT would be a rollback of what
         the work has sent."""
-        return [
-            connections[alias]
-            for alias in (self._last, *self.used)
-            if connections[alias].needs_rollback
-        ]
+        every = [self._last, *[connections[alias] for alias in self.used]]
+        return [connection for connection in every if connection.needs_rollback]
 
     def prepare_commits(self) -> None:
         """Check for errors of the COMMITs while all can still be rolled back. Do nothing if no
@@ -76,15 +74,15 @@ class OtherTransactions:
         ended, whose COMMIT would be a silent rollback.
         """
         used = self.used
-        for alias in (self._last, *used) if used else ():
-            _check_commit(connections[alias])
+        for connection in [self._last, *[connections[alias] for alias in used]] if used else ():
+            _check_commit(connection)
         for alias in self._aliases:
             connection = connections[alias]
             if len(connection.atomic_blocks) > 1 or connection.needs_rollback:
                 continue  # A TestCase never commits. The hooks of a rollback are dropped.
             hooks, connection.run_on_commit = connection.run_on_commit, []
             for _, hook, robust in hooks:  # type: ignore[misc]  # the stubs know two of the three
-                transaction.on_commit(hook, using=self._last, robust=robust)
+                self._last.on_commit(hook, robust)
             if alias in used:
                 transaction.on_commit(partial(self.committed.append, alias), using=alias)
 

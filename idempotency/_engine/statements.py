@@ -5,7 +5,6 @@ Durations are seconds; times are those of the database.
 # ruff: noqa: S608 - only names and constants are formatted into a text
 
 from functools import cached_property
-from typing import Any
 
 from idempotency._engine.advisory_locks import KEY_LOCK, MARK_KEY, MARK_REQUEST
 from idempotency._engine.updates import (
@@ -60,22 +59,14 @@ _LAST_REQUEST = ", ".join(
 _LEASE_OF_COMPLETER = (
     "CASE WHEN k.lease_seconds < %(least_lease)s THEN %(least_lease)s ELSE k.lease_seconds END"
 )
-_NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
+#: The number of columns of a claimed key in the row of a claim. Those of the existing key follow,
+#: and the verdict of ``claim_plain``, else empty.
+OF_CLAIMED = len(CLAIMED) + 2
+_NOTHING_CLAIMED = ", ".join(["NULL"] * OF_CLAIMED)
 _NO_EXISTING = ", ".join(["NULL"] * (len(EXISTING) + 2))
 _EXISTING_COLUMNS = ", ".join(
     f"existing.{name}" for name in [*map(_COLUMNS.get, EXISTING), "expired", "lock_seconds"]
 )
-
-
-def split_row(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...], str]:
-    """Split the row of a claim: the claimed columns or None, the columns of the existing key, and
-    the verdict of ``claim_plain``, else empty."""
-    claimed, existing, verdict = (
-        values[: len(CLAIMED) + 2],
-        values[len(CLAIMED) + 2 : -1],
-        values[-1],
-    )
-    return (claimed if claimed[0] is not None else None), existing, verdict
 
 
 class Statements(Updates):

@@ -110,7 +110,7 @@ class OwnTransaction:
         lease_seconds: int | None = None,
     ) -> None:
         self.block = OwnBlock(connection.alias, durable=durable)
-        self._connection, self._isolation, self._of_phase = connection, isolation, of_phase
+        self.connection, self._isolation, self._of_phase = connection, isolation, of_phase
         self._first, self._lease_seconds, self._begun = first, lease_seconds, False
         #: Empty in a plain run, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
@@ -119,7 +119,7 @@ class OwnTransaction:
     @property
     def is_open(self) -> bool:
         """Return whether this thread is in the transaction."""
-        return self.block in connections[self._connection.alias].atomic_blocks
+        return self.block in connections[self.connection.alias].atomic_blocks
 
     def begin(self) -> None:
         """Begin with the level, the time limits and the first statement, in one round trip if round
@@ -127,12 +127,16 @@ class OwnTransaction:
 
         Without a first statement, begin on a new connection if the old one was lost, for example
         at ``idle_session_timeout`` during a call. The fence refuses a session with other keys."""
-        connection, first, is_second = self._connection, self._first, self._begun
+        connection, first, is_second = self.connection, self._first, self._begun
         vars(connection).pop(_BEGIN_HOOK, None)  # for this transaction only
         self._begun = True
         limit = (self._lease_seconds or conf.get().LOCK_TIMEOUT_SECONDS) * 1000
-        limits = Limits(connection, {IDLE: limit} | ({LOCK: limit} if self._of_phase else {}))
-        begin = [*self._statements_of_begin(), *limits.show, *limits.set]
+        limits = Limits(connection, (IDLE, LOCK) if self._of_phase else (IDLE,), limit)
+        level = None if self._isolation is None else _LEVELS[self._isolation]
+        begin = [round_trips.begin(connection.connection, level), *limits.show, *limits.set]
+        if self._of_phase:
+            self._marker = uuid.uuid4().hex
+            begin.insert(1, f"SET LOCAL idempotency.transaction = '{self._marker}'")
         try:
             with connection.wrap_database_errors:
                 # Otherwise psycopg would send its own BEGIN before the first statement. It accepts
@@ -141,9 +145,8 @@ class OwnTransaction:
             if first is not None and round_trips.can_be_merged(connection):
                 first.ran = True
                 with classified_errors(connection):
-                    first.row, _, shown = round_trips.run(
-                        connection, first.text, first.parameters, before=begin
-                    )
+                    result = round_trips.run(connection, first.text, first.parameters, before=begin)
+                first.row, shown = result.row, result.shown
             else:
                 shown = _send_beginning(connection, begin)
             if other := limits.corrections(shown):
@@ -159,15 +162,6 @@ class OwnTransaction:
             connection.ensure_connection()
             self.begin()
 
-    def _statements_of_begin(self) -> list[str]:
-        own: psycopg.Connection[Any] = self._connection.connection
-        level = None if self._isolation is None else _LEVELS[self._isolation]
-        begin = round_trips.begin(own, level)
-        if not self._of_phase:
-            return [begin]
-        self._marker = uuid.uuid4().hex
-        return [begin, f"SET LOCAL idempotency.transaction = '{self._marker}'"]
-
     def set_last(
         self,
         text: str,
@@ -180,9 +174,9 @@ class OwnTransaction:
         COMMIT, and is raised as ``meanings`` says. Return False, and do nothing, if the transaction
         does not end that way."""
         # Ask again: the work may have installed a wrapper.
-        if not (self._begun and round_trips.can_be_merged(self._connection)):
+        if not (self._begun and round_trips.can_be_merged(self.connection)):
             return False
-        self._connection.validate_no_broken_transaction()
+        self.connection.validate_no_broken_transaction()
         if self._marker:
             parameters = Hidden({**parameters.value, "marker": self._marker})
             text += _OR_ENDED
@@ -192,7 +186,7 @@ class OwnTransaction:
     def require_open(self) -> None:
         """Raise TransactionEnded if the work has ended the transaction of a phase. The merged end
         asks by itself."""
-        connection = self._connection
+        connection = self.connection
         if self._marker:
             with connection.cursor() as cursor:
                 cursor.execute(f"SELECT {MARKER}")
@@ -206,7 +200,7 @@ class OwnTransaction:
         transaction, and sends nothing. Nothing is committed on an error.
         Raises TransactionEnded if the work has ended the transaction of a phase."""
         if self._last is not None:
-            connection, (text, parameters, then, meanings) = self._connection, self._last
+            connection, (text, parameters, then, meanings) = self.connection, self._last
             with classified_errors(connection):
                 result = round_trips.run(
                     connection, text, parameters, after=["COMMIT"], meanings=meanings
@@ -215,7 +209,7 @@ class OwnTransaction:
 
     def raise_misuse(self, error: Exception) -> None:
         """Raise RuntimeError if the block has closed the connection or entered a durable block."""
-        if self._connection.closed_in_transaction:
+        if self.connection.closed_in_transaction:
             raise RuntimeError(_CLOSED) from error
         if self.block.is_broken:
             raise RuntimeError(_DURABLE) from error
@@ -242,8 +236,7 @@ def durable_transaction(
     if isolation not in (None, *_LEVELS):
         some = ", ".join(map(repr, _LEVELS))
         raise ValueError(f"The isolation must be one of {some}, or None, not {isolation!r}.")
-    require_no_transaction(using)
-    connection = connections[using]
+    connection = require_no_transaction(using)
     own = OwnTransaction(
         connection, isolation, of_phase=of_phase, first=first, lease_seconds=lease_seconds
     )

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from django.db import connection
+
 from idempotency import conf
 from idempotency._engine import claims, fence
 from idempotency._engine.adapter import ClaimedRequest
@@ -41,9 +43,7 @@ def claim(described: ClaimedRequest | None = None) -> claims.Claim:
 def claim_plain(described: ClaimedRequest | None = None) -> claims.Claim:
     """Claim a key like a plain view."""
     described = described or request()
-    return claims.claim_plain(
-        described, using="default", first=claims.first_of_plain(described, using="default")
-    )
+    return claims.claim_plain(described, connection, claims.first_of_plain(described, connection))
 
 
 def claim_as_completer(

@@ -60,10 +60,10 @@ def _operation(original: _Function) -> _Function:
 
 
 def _first_of_plain(original: _Function) -> _Function:
-    def first(request: Any, *, using: str) -> Any:
+    def first(*given: Any) -> Any:
         if (run := current_run()) is not None:
             run.claim_start = time.time_ns()
-        return original(request, using=using)
+        return original(*given)
 
     return first
 
@@ -110,8 +110,8 @@ def _claim_by_id(original: _Function) -> _Function:
 
 
 def _parameters(original: _Function) -> _Function:
-    def parameters(request: Any, using: str) -> Any:
-        hidden = original(request, using)
+    def parameters(*given: Any) -> Any:
+        hidden = original(*given)
         hidden.value["traceparent"] = traceparent()
         return hidden
 
