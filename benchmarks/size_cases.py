@@ -27,6 +27,7 @@ from idempotency._engine import claims
 from idempotency._engine.adapter import ClaimedRequest
 from idempotency._hidden import Hidden
 from idempotency._http import bodies, stored_request
+from idempotency._http.view import Call
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
@@ -157,9 +158,8 @@ def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) 
 
 def _captured(request: HttpRequest, scope: str, key: str, view: Any) -> ClaimedRequest:
     bodies.note_stream(request)
-    return stored_request.capture(
-        request, scope, Hidden(key), view.idempotency, view="", framework=False
-    )
+    call = Call.of(view, (request,), {})
+    return stored_request.capture(call, scope, Hidden(key), view.idempotency)
 
 
 def claim(alias: str, keys: int) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import wraps
-from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -146,7 +145,7 @@ def awaited(result: Any) -> Any:
     async def run() -> Any:
         return await result
 
-    return async_to_sync(run)() if isawaitable(result) else result
+    return async_to_sync(run)() if hasattr(type(result), "__await__") else result
 
 
 def in_own_context(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -37,8 +37,8 @@ _OTHER_SENDER = "_idempotency_other_sender"
 
 def user(request: HttpRequest) -> str:
     """Return the scope of the signed-in user, or an empty string for an anonymous one."""
-    who = user_of(request)
-    return f"user:{who.pk}" if who is not None else ""
+    pk = user_pk(request)
+    return f"user:{pk}" if pk is not None else ""
 
 
 def session(request: HttpRequest) -> str:
@@ -184,7 +184,7 @@ def scope_of(request: HttpRequest, scope: Scope | None) -> str:
     """Return the scope of a request, or an empty string without one. Such a request is refused,
     because two senders must not share a scope. Raises ValueError for a scope that cannot be
     stored."""
-    found = _named(scope or user_or_session, request)
+    found = user_or_session(request) if scope is None else _named(scope, request)
     if not isinstance(found, str) or len(found) > _MAX_LENGTH or "\x00" in found:
         raise ValueError(
             "The function scope= must return a string of at most"
@@ -200,11 +200,12 @@ def _named(scope: Scope, request: HttpRequest) -> str:
     return found if ours or not found or not isinstance(found, str) else PROJECT_PREFIX + found
 
 
-def user_of(request: HttpRequest) -> Any:
-    """Return the signed-in user, or None."""
+def user_pk(request: HttpRequest) -> Any:
+    """Return the primary key of the signed-in user, or None."""
     who = getattr(request, "user", None)
-    is_user = isinstance(who, _user_model()) and who.pk is not None
-    return who if is_user and not getattr(request, _OTHER_SENDER, False) else None
+    if not isinstance(who, _user_model()) or getattr(request, _OTHER_SENDER, False):
+        return None
+    return who.pk
 
 
 @cache
@@ -226,7 +227,7 @@ def is_no_user(request: HttpRequest) -> bool:
     who = getattr(request, "user", None)
     # An account need not have the attribute.
     authenticated = getattr(who, "is_authenticated", bool(who)) or getattr(request, "auth", None)
-    return bool(authenticated) and user_of(request) is None
+    return bool(authenticated) and user_pk(request) is None
 
 
 def set_other_sender(request: HttpRequest) -> None:

@@ -64,9 +64,8 @@ def _blocks_of_django(request: HttpRequest, options: Options) -> list[Atomic]:
     """Return the blocks that Django opened around the view of a request; none if other blocks are
     open, which is refused later."""
     view = request.resolver_match.func if request.resolver_match else None
-    aliases = atomic_aliases(view)
     # A view that only calls the protected one may have written in its transaction.
-    if view is None or not aliases or outer_run(request):
+    if view is None or not (aliases := atomic_aliases(view)) or outer_run(request):
         return []
     if options_of(view, request.method or "") is not options:
         return []

@@ -37,8 +37,8 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     as a form, but with files nothing. For a ``framework`` the body is stored as it came, if it is
     in memory."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
-    read_into_memory(request)
-    multipart = is_multipart(request)
+    if multipart := is_multipart(request):
+        read_into_memory(request)
     if framework and multipart and not request._read_started:  # type: ignore[attr-defined]
         parse(request)  # A view of Django REST framework takes these fields, whatever the method.
     if not (multipart and is_parsed(request)):
@@ -182,7 +182,7 @@ def _refuse_cut_body(request: HttpRequest) -> None:
     # truncated body.
     cut = False
     if isinstance(stream, LimitedStream):
-        cut = request._read_started and _has_rest(stream)  # type: ignore[attr-defined]
+        cut = request._read_started and stream._pos < stream.limit  # type: ignore[attr-defined]
         if cut and not hasattr(request, "_body"):
             # If there is more to read, an upload handler has stopped the upload.
             cut = not stream.read(1)

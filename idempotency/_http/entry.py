@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 import psycopg
 from django.db.utils import Error
-from django.http import HttpResponseBase
+from django.http import HttpRequest, HttpResponseBase
 
-from idempotency import conf, scopes, signals
+from idempotency import scopes, signals
 from idempotency._engine import events
 from idempotency._engine.errors import (
     connection_lost,
@@ -55,7 +56,7 @@ def respond(call: Call, options: Options) -> HttpResponseBase:
         bodies.note_stream(request)
         if call.view_request is not request:
             bodies.read_into_memory(request)
-        if not _applies(call, options):
+        if options.applies is not None and not _applies(call, options.applies):
             return _unprotected(call)
         if outer is not None and join(outer, call, options):
             return call()  # type: ignore[no-any-return]
@@ -64,20 +65,17 @@ def respond(call: Call, options: Options) -> HttpResponseBase:
             return _run_with_signal(call, options, key)
         if options.required:
             raise problems.key_missing()
-        if (refusal := _refusal(call, options)) is not None:
-            return refusal
-        return _unprotected(call)
+        refusal = _refusal(call, options)
+        return refusal if refusal is not None else _unprotected(call)
     except Problem as problem:
         # The frames of its traceback hold what the client sent, and the renderer may raise.
         return problem.with_traceback(None).response(request)
 
 
-def _applies(call: Call, options: Options) -> bool:
+def _applies(call: Call, applies: Callable[[HttpRequest], bool]) -> bool:
     """Return whether the request is to be protected. An exception of ``applies`` is handled like an
     exception of the view."""
-    if options.applies is None:
-        return True
-    answer = options.applies(call.view_request)
+    answer = applies(call.view_request)
     if not isinstance(answer, bool):
         raise TypeError(
             f"The function applies of the view {call.name} must return True or False, not"
@@ -109,20 +107,18 @@ def _run_rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpRespo
         raise problem_of(refusal) from None
 
 
-def _run(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
+def _run(work: ViewWork, call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     """Run a protected request. Raises Problem for what refuses the run, and for the loss of the
     database or of its standby."""
-    using, framework = options.alias(call.request), call.view_request is not call.request
+    using = options.alias(call.request)
     try:
         if not (scope := scopes.scope_of(call.view_request, options.scope)):
             raise Problem("scope_missing")
         if (refusal := _refusal(call, options)) is not None:
             return refusal
-        captured = stored_request.capture(
-            call.request, scope, key, options, view=call.name, framework=framework
-        )
+        captured = stored_request.capture(call, scope, key, options)
         run = run_plain if options.recovery_points is None else run_phased
-        return run(ViewWork(call, options), captured, using=using)  # type: ignore[no-any-return]
+        return run(work, captured, using=using)  # type: ignore[no-any-return]
     except REFUSALS as refused:
         if isinstance(refused, NotReplicated):
             text = "a response from the database %r is not confirmed: %s"
@@ -139,11 +135,11 @@ def _run_with_signal(call: Call, options: Options, key: Hidden[str]) -> HttpResp
     """Run a protected request, and send ``request_answered`` with the outcome of the request and
     its time."""
     start, outcome = time.monotonic(), RequestOutcome.FAILED
+    work = ViewWork(call, options)
     try:
-        response = _run(call, options, key)
+        response = _run(work, call, options, key)
         if response.status_code < 500:
-            is_replay = conf.get().REPLAYED_HEADER in response
-            outcome = RequestOutcome.REPLAYED if is_replay else RequestOutcome.RAN
+            outcome = RequestOutcome.REPLAYED if work.is_replayed else RequestOutcome.RAN
         return response
     except Problem as problem:
         if problem.status < 500:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from django.conf import settings
-from django.core.exceptions import BadRequest, DisallowedHost
+from django.core.exceptions import BadRequest
 from django.core.files.uploadedfile import UploadedFile
 from django.core.files.uploadhandler import load_handler
 from django.core.handlers.asgi import ASGIRequest
@@ -68,57 +68,52 @@ def fingerprint(
     If it is ``keyed``, with the SECRET_KEY, values cannot be guessed from it.
     Raises BadRequest for a multipart body in an unreadable charset.
     """
-    name, digest = _keyed(settings.SECRET_KEY) if keyed else _UNKEYED
+    name, secret = _keyed(settings.SECRET_KEY) if keyed else _UNKEYED
     way = f"v{VERSION}{'h' * by_host}{f'k{name}' if keyed else ''}"
-    return _compute(way, digest, request, body, by_host=by_host)
+    return _compute(way, secret, request, body, by_host=by_host)
 
 
 def fingerprint_as(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
     """Return the fingerprint of a request, made in the way of a stored one. Return None if its
     version is unknown, or if its secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
     way = version_of(stored)
-    digests = dict((_UNKEYED, *map(_keyed, (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS))))
+    keys = dict((_UNKEYED, *map(_keyed, (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS))))
     found = _WAY.fullmatch(way)
-    if found is None or (digest := digests.get(found["secret"] or "")) is None:
+    if found is None or (key := keys.get(found["secret"] or "")) is None:
         logger.warning(
             "a stored fingerprint cannot be compared, and the client gets 409 key_in_use: it was"
             " made by another version, or with a secret that is neither SECRET_KEY nor in"
             " SECRET_KEY_FALLBACKS"
         )
         return None
-    return _compute(way, digest, request, body, by_host=bool(found["host"]))
+    return _compute(way, key, request, body, by_host=bool(found["host"]))
 
 
 def _compute(
-    way: str, empty: Any, request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool
+    way: str, key: Hidden[bytes], request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool
 ) -> str:
     place = [b"urlconf " + urlconf.encode()] if (urlconf := chosen_urlconf(request)) else []
     if by_host:
         host = host_of(request).lower().encode()
         place += [b"host " + host, request.META.get("SCRIPT_NAME", "").encode()]
     method, (kind, content) = (request.method or "").encode(), _content(request, body)
-    digest = empty.copy()
-    digest.update(_framed(method, target(request).encode(), kind) + b"%d:" % len(content))
-    digest.update(content)
-    if place:
-        digest.update(_framed(*place))
-    return f"{way}:{digest.hexdigest()}"
+    parts = (method, target(request).encode(), kind, content, *place)
+    message = b"".join([b"%d:%b" % (len(part), part) for part in parts])
+    if not key.value:
+        return f"{way}:{hashlib.sha256(message).hexdigest()}"
+    return f"{way}:{hmac.digest(key.value, message, 'sha256').hex()}"
 
 
-def _framed(*parts: bytes) -> bytes:
-    return b"".join([b"%d:%b" % (len(part), part) for part in parts])
-
-
-#: The name of no secret, and a digest that is not keyed.
-_UNKEYED: tuple[str, Any] = ("", hashlib.sha256())
+#: The name and the key of a fingerprint without a secret.
+_UNKEYED = ("", Hidden(b""))
 
 
 @lru_cache(maxsize=8)
-def _keyed(secret: str | bytes) -> tuple[str, Any]:
-    """Return an id of a secret that does not reveal it, and a digest that is keyed with it."""
+def _keyed(secret: str | bytes) -> tuple[str, Hidden[bytes]]:
+    """Return an id of a secret that does not reveal it, and a key that is derived from it."""
     name = hashlib.sha256(b"idempotency.fingerprint.name" + force_bytes(secret)).hexdigest()[:8]
     key = hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest()
-    return name, hmac.new(key, digestmod=hashlib.sha256)
+    return name, Hidden(key)
 
 
 def target(request: HttpRequest) -> str:
@@ -142,12 +137,10 @@ def chosen_urlconf(request: HttpRequest) -> str:
 
 
 def host_of(request: HttpRequest) -> str:
-    """Return the host that the client used; behind a proxy it may be in another header."""
-    try:
-        return request.get_host()
-    except DisallowedHost:
-        host: str = request.META.get("HTTP_HOST", "")
-        return host
+    """Return the host that the client used, also one that ALLOWED_HOSTS does not permit; behind a
+    proxy it may be in another header."""
+    host: str = request._get_raw_host()  # type: ignore[attr-defined]
+    return host
 
 
 def content_length(request: HttpRequest) -> int:

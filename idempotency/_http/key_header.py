@@ -58,18 +58,16 @@ def key_of(request: HttpRequest, view_request: Any, key_from: KeyFrom | None) ->
 
 def _in_headers(request: HttpRequest) -> set[str]:
     limits = conf.get()
-    values = [value for name in limits.HEADER_NAMES if (value := header(request, name)) is not None]
-    return {_parse(value, strict=limits.STRICT_KEY_SYNTAX) for value in values}
-
-
-def header(request: HttpRequest, name: str) -> str | None:
-    """Return a header of the request. Reading ``request.headers`` would parse all of them."""
-    value: str | None = request.META.get(in_meta(name))
-    return value
+    return {
+        _parse(value, strict=limits.STRICT_KEY_SYNTAX)
+        for name in limits.HEADER_NAMES
+        if (value := request.META.get(in_meta(name))) is not None
+    }
 
 
 @cache
 def in_meta(name: str) -> str:
+    """Return the name of a header in META. Reading ``request.headers`` would parse all of them."""
     return f"HTTP_{name.upper().replace('-', '_')}"
 
 

@@ -3,7 +3,6 @@
 import json
 from contextlib import suppress
 from functools import lru_cache
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -61,9 +60,7 @@ def is_storable(response: HttpResponseBase) -> bool:
 
 def _is_stored(status: int) -> bool:
     limits = conf.get()
-    return status not in limits.NEVER_STORED_STATUSES and (
-        status < HTTPStatus.INTERNAL_SERVER_ERROR or limits.STORE_5XX
-    )
+    return status not in limits.NEVER_STORED_STATUSES and (status < 500 or limits.STORE_5XX)
 
 
 def is_refusal(response: HttpResponseBase) -> bool:
@@ -150,11 +147,12 @@ def stored_response(key: IdempotencyKey) -> HttpResponse:
     """Return the stored response of a finished key: the same status, bytes and headers."""
     body, headers = key.response_body, key.response_headers or {}
     response = HttpResponse(bytes(body or b""), status=key.response_code, headers=headers)
-    if not any(name.lower() == "content-type" for name in headers):
+    names = {name.lower() for name in headers}
+    if "content-type" not in names:
         del response["Content-Type"]  # Django's default
     if body is None:
         response[BODY_OMITTED_HEADER] = "true"
-    if "Location" in response:
+    if "location" in names:
         response.url = response["Location"]  # type: ignore[attr-defined]  # like HttpResponseRedirect
     return response
 

@@ -29,12 +29,13 @@ from idempotency._http import fingerprint as fingerprints
 from idempotency._http.bodies import FORM, body_to_store, parse
 from idempotency._http.credentials import without_credentials
 from idempotency._http.kept import kept_values, set_kept_values
-from idempotency._http.key_header import header, in_meta
+from idempotency._http.key_header import in_meta
 from idempotency._http.options import Options
+from idempotency._http.view import Call
 from idempotency._text import printable
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
-from idempotency.scopes import is_no_user, user_of
+from idempotency.scopes import is_no_user, user_pk
 
 #: Stored for the rebuilt request, with host, scheme and mount point.
 _KEPT_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
@@ -58,24 +59,17 @@ _KEPT = "kept"
 MAX_KEPT_BYTES = 4096
 
 
-def capture(
-    request: HttpRequest,
-    scope: str,
-    key: Hidden[str],
-    options: Options,
-    *,
-    view: str,
-    framework: bool,
-) -> ClaimedRequest:
+def capture(call: Call, scope: str, key: Hidden[str], options: Options) -> ClaimedRequest:
     """Return the parts of the request that a claim stores. For a plain view these contain neither
     headers nor body, which only the completer needs. The body is read. Raises Problem
     ``body_incomplete`` for a truncated body, and the exceptions of Django for a body that is too
-    large or invalid. If the values of ``keep=`` cannot be stored, ``unstorable`` has the error,
-    which names the ``view``: a request that is only answered needs them no more. With
-    ``framework``, the view has parsers of its own, as in Django REST framework."""
-    body, content_type = body_to_store(request, framework=framework)
-    snapshot, unstorable = _kept(request, options, view)
-    user, phased = user_of(request), options.recovery_points is not None
+    large or invalid. If the values of ``keep=`` cannot be stored, ``unstorable`` has the error: a
+    request that is only answered needs them no more."""
+    request = call.request
+    # A view of Django REST framework has parsers of its own.
+    body, content_type = body_to_store(request, framework=call.view_request is not request)
+    snapshot, unstorable = _kept(call, options) if options.keep else (Hidden(""), None)
+    user_id, phased = user_pk(request), options.recovery_points is not None
     # An empty body contains no secret, and the completer can run it.
     is_stored = phased and body.value is not None and (options.store_body or not body.value)
     path, is_cut = without_credentials(fingerprints.target(request))
@@ -89,12 +83,14 @@ def capture(
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key.value,
-        user_id=user.pk if user is not None else None,
+        user_id=user_id,
         request_method=(request.method or "")[:20],
         request_path=path,
         request_body=body.value if is_stored else None,
         request_content_type=printable(content_type) if phased else "",
-        request_headers=_headers(request, user, content_type, snapshot, is_cut) if phased else {},
+        request_headers=_headers(request, user_id, content_type, snapshot, is_cut)
+        if phased
+        else {},
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         request_fingerprint=fingerprint(keyed=keyed),
         fingerprint_as=partial(fingerprints.fingerprint_as, request=request, body=body),
@@ -106,17 +102,20 @@ def capture(
 
 
 def _headers(
-    request: HttpRequest, user: Any, content_type: str, kept: Hidden[str], is_cut: bool
+    request: HttpRequest, user_id: Any, content_type: str, kept: Hidden[str], is_cut: bool
 ) -> dict[str, str]:
     """Return the headers and the marks to store."""
-    found = {name: header(request, name) for name in _KEPT_HEADERS}
-    headers = {name: value for name, value in found.items() if value and value.isprintable()}
+    headers = {
+        name: value
+        for name in _KEPT_HEADERS
+        if (value := request.META.get(in_meta(name))) and value.isprintable()
+    }
     headers["Host"] = printable(fingerprints.host_of(request))
     headers["scheme"] = request.scheme or "http"
     is_form = fingerprints.is_multipart(request) and content_type == FORM
     is_parsed = request.method != "POST" and getattr(request, "_post", None)
     marks = {
-        _NO_USER: "true" if user is None and is_no_user(request) else "",
+        _NO_USER: "true" if user_id is None and is_no_user(request) else "",
         _MULTIPART: "true" if is_form else "",
         _PARSED: "true" if is_parsed else "",
         _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
@@ -127,24 +126,20 @@ def _headers(
     return headers | {name: value for name, value in marks.items() if value}
 
 
-def _kept(
-    request: HttpRequest, options: Options, view: str
-) -> tuple[Hidden[str], Exception | None]:
-    """Return the values of ``keep=`` as JSON text, empty if there are none, and why they cannot be
-    stored. To read a lazy value may raise any exception, for instance if the row behind it was
+def _kept(call: Call, options: Options) -> tuple[Hidden[str], Exception | None]:
+    """Return the values of ``keep=`` as JSON text, or an empty text and why they cannot be stored.
+    To read a lazy value may raise any exception, for instance if the row behind it was
     deleted. Raises database errors, after which the client retries."""
-    if not options.keep:
-        return Hidden(""), None
     try:
-        text = Hidden(json.dumps(kept_values(request, options.keep, view).value))
+        text = Hidden(json.dumps(kept_values(call.request, options.keep, call.name).value))
     except Error:
         raise
     except Exception as error:
         return Hidden(""), error
     if (length := len(text.value)) > MAX_KEPT_BYTES:
         return Hidden(""), ValueError(
-            f"The values of the option keep of the view {view} have {length:,} bytes as JSON; at"
-            f" most {MAX_KEPT_BYTES:,} are stored. Name identifiers, and read the rows again."
+            f"The values of the option keep of the view {call.name} have {length:,} bytes as JSON;"
+            f" at most {MAX_KEPT_BYTES:,} are stored. Name identifiers, and read the rows again."
         )
     return text, None
 

@@ -134,14 +134,14 @@ class Call:
         return rendered(response)
 
 
-def atomic_aliases(view: Callable[..., Any] | None = None) -> list[str]:
-    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a
-    view, all of them."""
+def atomic_aliases(view: Callable[..., Any] | None = None, but: str = "") -> list[str]:
+    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded, ``but`` for
+    one; without a view, all of them."""
     left_out = getattr(view, "_non_atomic_requests", ())
     return [
         name
         for name, of in connections.settings.items()
-        if of.get("ATOMIC_REQUESTS") and name not in left_out
+        if of["ATOMIC_REQUESTS"] and name not in left_out and name != but
     ]
 
 

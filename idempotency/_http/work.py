@@ -32,8 +32,9 @@ class ViewWork:
         self._call, self._options = call, options
         #: None before the first attempt.
         self._before: RequestState | None = None
-        self.name = call.name
         self.by_completer = by_completer
+        #: Whether the value of the run is the stored response of another run.
+        self.is_replayed = False
         self.request = None if by_completer else call.request
         # The worker of a request in the main thread has only this thread.
         waits = options.wait_seconds and threading.current_thread() is not threading.main_thread()
@@ -41,13 +42,17 @@ class ViewWork:
         self.points = options.every_point()
         self.hides_errors = not options.store_body
 
+    @property
+    def name(self) -> str:
+        return self._call.name
+
     # What a plain run asks
 
     def level(self) -> Isolation | None:
         return self._options.level()
 
     def other_databases(self, using: str) -> list[str]:
-        return [alias for alias in atomic_aliases(self._call.view) if alias != using]
+        return atomic_aliases(self._call.view, using)
 
     def check_outer_transaction(self, using: str) -> None:
         """Raise RuntimeError in the transaction of ATOMIC_REQUESTS. Django opened it around an
@@ -118,6 +123,7 @@ class ViewWork:
         return responses.stored_response(key)
 
     def replayed(self, key: ClaimedKey) -> HttpResponseBase:
+        self.is_replayed = True
         response = responses.stored_response(key)
         response[conf.get().REPLAYED_HEADER] = "true"
         return response

@@ -23,6 +23,7 @@ from idempotency._hidden import Hidden
 from idempotency._http.bodies import note_stream
 from idempotency._http.fingerprint import fingerprint, target
 from idempotency._http.stored_request import capture
+from idempotency._http.view import Call
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from tests.kit.serving import Sender, View
@@ -423,7 +424,7 @@ def part_in(charset: str, header: bytes, text: bytes) -> bytes:
 def test_multipart_body_in_any_charset_is_described_or_a_bad_request(
     method: str, rf: RequestFactory
 ) -> None:
-    options = idempotent(lambda request: HttpResponse()).idempotency
+    view: Any = idempotent(lambda request: HttpResponse())
     refused: set[str] = set()
     for charset in CHARSETS:
         for text in TEXTS:
@@ -438,7 +439,8 @@ def test_multipart_body_in_any_charset_is_described_or_a_bad_request(
                 )
                 note_stream(request)
                 try:
-                    capture(request, "scope", Hidden("key"), options, view="", framework=False)
+                    call = Call.of(view, (request,), {})
+                    capture(call, "scope", Hidden("key"), view.idempotency)
                 except (BadRequest, MultiPartParserError):
                     refused.add(charset)
     assert {"idna", "punycode", "undefined", "zlib_codec"} <= refused
