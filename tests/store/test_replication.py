@@ -21,10 +21,11 @@ from pytest_django import Settings
 from idempotency import interventions
 from idempotency._engine import fence, replication
 from idempotency._engine.attempts import waiting_slots
+from idempotency.backends import BrokerUnavailable, OneByOne
 from idempotency.completer import complete_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NotReplicated
-from idempotency.inbox import process_once, took_effect
+from idempotency.inbox import STAGED_JOBS, process_once, took_effect
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring.doctor import diagnose
 from idempotency.testing import age
@@ -71,6 +72,12 @@ taken: list[Any] = []
 
 def take(job: StagedJob) -> None:
     taken.append(job.pk)
+
+
+class Followed(OneByOne):
+    """A backend that may lose jobs."""
+
+    follow_up_seconds = 30
 
 
 def is_unconfirmed(answer: Any) -> bool:
@@ -257,6 +264,30 @@ def test_no_job_of_a_batch_is_handed_over_unconfirmed(confirm: Any) -> None:
     with patch.object(replication, "_pass_barrier", wraps=replication._pass_barrier) as barriers:
         assert enqueue_once() == EnqueuePass(handed_over=3)
     assert (len(taken), barriers.call_count) == (3, 1)
+
+
+def test_an_effect_that_is_not_confirmed_repeats_no_hand_over_of_another_queue(
+    confirm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_standby(job: StagedJob) -> None:
+        confirm(True, ENQUEUERS=backends)
+        taken.append(job.pk)
+
+    monkeypatch.setattr(f"{__name__}.take", lose_standby)
+    monkeypatch.setattr("idempotency._hand_over._built", {})
+    taken.clear()
+    backends = {"*": f"{__name__}.take", "followed": f"{__name__}.Followed"}
+    confirm("storage", ENQUEUERS=backends)
+    job = StagedJobFactory(queue="other")
+    followed = StagedJobFactory(queue="followed", hand_overs=1)
+    with process_once(STAGED_JOBS, str(followed.pk)):
+        pass
+    with pytest.raises(BrokerUnavailable):
+        enqueue_once()
+    assert (taken, StagedJob.objects.get().pk) == ([job.pk], followed.pk)
+    confirm("storage", ENQUEUERS=backends)
+    assert enqueue_once() == EnqueuePass()
+    assert not StagedJob.objects.exists()
 
 
 def test_a_loop_logs_one_line_while_no_standby_confirms(
