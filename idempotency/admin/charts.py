@@ -1,22 +1,51 @@
-"""Line charts as SVG, drawn on the server. The lines differ in their dashes, so a chart is readable
-without colour."""
+"""Line charts as SVG, drawn on the server, and the charts of the dashboard. The lines differ in
+their dashes, so a chart is readable without colour."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
+from operator import attrgetter
+from typing import Any
+from urllib.parse import urlencode
 
+from django.utils import timezone
 from django.utils.formats import date_format
+from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._text import with_decimal_sign
+from idempotency.admin import traffic
+from idempotency.admin.form_filters import range_query
 
 WIDTH, HEIGHT = 480, 120
 _LEFT, _TOP, _BOTTOM = 44, 10, 18
 _INNER_WIDTH, _INNER_HEIGHT = WIDTH - _LEFT, HEIGHT - _TOP - _BOTTOM
 #: The dashes of the first, second and third line.
 _DASHES = ("none", "6 4", "2 3")
+_NUMBERS = attrgetter("requests", "replays", "conflicts", "errors", "p50", "p95")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A span of time that the charts show: the number of ``intervals``, and the length of each in
+    ``minutes``."""
+
+    name: str
+    label: str | Promise
+    title: str | Promise
+    intervals: int
+    minutes: int
+    time_format: str
+
+
+SPANS = (
+    Span("1h", _("1 hour"), _("Traffic, last hour"), 60, 1, "H:i"),
+    Span("24h", _("24 hours"), _("Traffic, last 24 hours"), 96, 15, "H:i"),
+    Span("7d", _("7 days"), _("Traffic, last 7 days"), 84, 120, "MONTH_DAY_FORMAT"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +59,46 @@ class Line:
     def last(self) -> float | None:
         """The newest value, None if there is none yet."""
         return self.values[-1] if self.values else None
+
+
+def of_traffic(alias: str, chosen: str, keys_url: str) -> dict[str, Any]:
+    """Return the charts of the chosen span, in one query. Each interval is a link to the list of
+    the keys that were created in it, if the person may view keys."""
+    span = next((span for span in SPANS if span.name == chosen), SPANS[0])
+    found = traffic.read_intervals(alias, intervals=span.intervals, minutes=span.minutes)
+    begins = [timezone.localtime(interval.begin) for interval in found]
+    length = timedelta(minutes=span.minutes)
+    urls = [
+        f"{keys_url}?{urlencode(range_query(begin, begin + length))}" if keys_url else ""
+        for begin in begins
+    ]
+
+    def of(title: str, unit: str, **labels: str) -> dict[str, Any]:
+        lines = [Line(text, [getattr(each, n) for each in found]) for n, text in labels.items()]
+        drawn = chart(title, lines, begins, unit=unit, time_format=span.time_format)
+        linked = links(lines, begins, urls, span.time_format) if keys_url else ""
+        return {"title": title, "unit": unit, "lines": lines, "svg": drawn, "links": linked}
+
+    minutely = gettext("a minute")
+    replays, conflicts = gettext("replays"), gettext("conflicts")
+    requests, errors = gettext("requests"), gettext("errors")
+    drawn = [
+        of(gettext("Requests and operations"), minutely, requests=requests),
+        of(gettext("Retries"), minutely, replays=replays, conflicts=conflicts),
+        of(gettext("Errors"), minutely, errors=errors),
+        of(
+            gettext("Run time, at most %(share)s %% too high") % {"share": traffic.MAX_TOO_HIGH},
+            "s",
+            p50="p50",
+            p95="p95",
+        ),
+    ]
+    labels = [f"{counted} {minutely}" for counted in (requests, replays, conflicts, errors)]
+    labels += [gettext("p50 in s"), gettext("p95 in s")]
+    values = [["" if v is None else number(v) for v in _NUMBERS(each)] for each in found]
+    cells = [[*zip(labels, row, strict=True)] for row in values]
+    rows = [*zip(begins, urls, cells, strict=True)][::-1]
+    return {"spans": SPANS, "span": span, "charts": drawn, "labels": labels, "intervals": rows}
 
 
 def chart(

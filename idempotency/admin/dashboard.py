@@ -1,13 +1,12 @@
 """The dashboard: findings, unfinished keys and staged jobs by age, charts of requests, and the
 heartbeats of processes.
 
-The numbers come from ``monitoring.measures`` and ``traffic``. The database counts all unfinished
+The numbers come from ``monitoring.measures`` and ``charts``. The database counts all unfinished
 keys and all staged jobs by partial indexes, so the page costs more with more of them, and not with
 more finished keys.
 """
 
 from dataclasses import dataclass
-from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 from urllib.parse import urlencode
@@ -21,13 +20,11 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency._text import Grouped
-from idempotency.admin import charts, error_groups, traffic
+from idempotency.admin import charts, error_groups
 from idempotency.admin.bulk_keys import KeyAction
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.bulk_works import works_of
-from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
-from idempotency.admin.form_filters import range_query
 from idempotency.models import STARTED, StagedJob
 from idempotency.monitoring import findings, heartbeats, measures
 
@@ -35,8 +32,6 @@ from idempotency.monitoring import findings, heartbeats, measures
 MAX_PROCESSES = 100
 #: The maximum number of groups of each kind that are shown, the largest first.
 MAX_GROUPS = 20
-
-_NUMBERS = attrgetter("requests", "replays", "conflicts", "errors", "p50", "p95")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +44,6 @@ class Bar:
     percent: float
     url: str
     alarming: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A span of time that the charts show: the number of ``intervals``, and the length of each in
-    ``minutes``."""
-
-    name: str
-    label: str | Promise
-    title: str | Promise
-    intervals: int
-    minutes: int
-    time_format: str
-
-
-SPANS = (
-    Span("1h", _("1 hour"), _("Traffic, last hour"), 60, 1, "H:i"),
-    Span("24h", _("24 hours"), _("Traffic, last 24 hours"), 96, 15, "H:i"),
-    Span("7d", _("7 days"), _("Traffic, last 7 days"), 84, 120, "MONTH_DAY_FORMAT"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +79,8 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     shown["findings"] = [*found, *(finding for part in parts for finding in part.findings)]
     shown["works"] = works_of(request, key_admin, site._registry.get(StagedJob))
     shown["notes"] = [note for part in parts for note in part.notes]
-    return shown | _charts(every.db, request.GET.get("span", ""), shown.get("keys_url", ""))
+    chosen, keys_url = request.GET.get("span", ""), shown.get("keys_url", "")
+    return shown | charts.of_traffic(every.db, chosen, keys_url)
 
 
 def _hidden(opts: Any) -> str:
@@ -137,42 +113,6 @@ def _jobs(request: HttpRequest, job_admin: Any) -> _Part:
     behind = {code: f"{url}?state={state}" for code, state in states.items()}
     found = [(finding, behind.get(finding.code, "")) for finding in findings.of_jobs(jobs)]
     return _Part(shown, found, [])
-
-
-def _charts(alias: str, chosen: str, keys_url: str) -> dict[str, Any]:
-    """Return the charts of the chosen span, in one query. Each interval is a link to the list of
-    the keys that were created in it, if the person may view keys."""
-    span = next((span for span in SPANS if span.name == chosen), SPANS[0])
-    found = traffic.read_intervals(alias, intervals=span.intervals, minutes=span.minutes)
-    begins = [timezone.localtime(interval.begin) for interval in found]
-    length = timedelta(minutes=span.minutes)
-    urls = [
-        _link(keys_url, **range_query(begin, begin + length)) if keys_url else ""
-        for begin in begins
-    ]
-
-    def chart(title: str, unit: str, **labels: str) -> dict[str, Any]:
-        lines = [Line(text, [getattr(each, n) for each in found]) for n, text in labels.items()]
-        drawn = charts.chart(title, lines, begins, unit=unit, time_format=span.time_format)
-        links = charts.links(lines, begins, urls, span.time_format) if keys_url else ""
-        return {"title": title, "unit": unit, "lines": lines, "svg": drawn, "links": links}
-
-    minutely = gettext("a minute")
-    replays, conflicts = gettext("replays"), gettext("conflicts")
-    drawn = [
-        chart(gettext("Requests and operations"), minutely, requests=gettext("requests")),
-        chart(gettext("Retries"), minutely, replays=replays, conflicts=conflicts),
-        chart(gettext("Errors"), minutely, errors=gettext("errors")),
-        chart(
-            gettext("Run time, at most %(share)s %% too high") % {"share": traffic.MAX_TOO_HIGH},
-            "s",
-            p50="p50",
-            p95="p95",
-        ),
-    ]
-    values = [["" if v is None else charts.number(v) for v in _NUMBERS(each)] for each in found]
-    rows = [*zip(begins, urls, values, strict=True)][::-1]
-    return {"spans": SPANS, "span": span, "charts": drawn, "intervals": rows}
 
 
 def _of_keys(
