@@ -57,10 +57,7 @@ def keyed(
     service remembers a key. After ``valid_hours`` no call is repeated, and the key becomes stuck.
     """
     if not isinstance(valid_hours, int | float) or not 0 < valid_hours <= 87_600:
-        raise ValueError(
-            "valid_hours must be a number of hours above 0, and at most 87,600, not"
-            f" {valid_hours!r}."
-        )
+        raise ValueError(f"valid_hours must be above 0, and at most 87,600, not {valid_hours!r}.")
     return ServiceCall(function, valid_hours)
 
 

@@ -10,6 +10,7 @@ from django.db import OperationalError, transaction
 from psycopg.errors import SerializationFailure
 
 from idempotency._operations.steps import Step, Steps
+from idempotency.completer import CompletePass, complete_once
 from idempotency.exceptions import (
     InterventionRequired,
     NoOpenTransaction,
@@ -20,6 +21,7 @@ from idempotency.exceptions import (
 )
 from idempotency.models import IdempotencyKey
 from idempotency.operations import keyed, operation, step
+from tests.kit.ageing import abandon
 from tests.models import Account, Entry
 from tests.operations import Bank, booked, charge, note, pay
 
@@ -121,6 +123,21 @@ def test_a_committed_step_that_a_deploy_moves_behind_another_is_not_repeated(ban
     with deployed(charge, after=Step(posted, None, booked)):
         assert charge.once("key", name="one", cents=5) == {"transfer": 0}
     assert Entry.objects.count() == 2, "each step was committed once"
+
+
+def test_the_completer_leaves_a_step_that_a_deploy_has_renamed_until_the_next(bank: Bank) -> None:
+    def posted(*, name: str, cents: int) -> None:
+        Entry.objects.create(name=f"posted {name}")
+
+    unfinished(bank, pay)
+    with deployed(pay, after=posted):
+        with pytest.raises(Unavailable):
+            pay.once("key", name="one", cents=5)
+        abandon()
+        assert complete_once() == CompletePass(), "the completer does not claim it"
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert Entry.objects.get().name == "booked one"
 
 
 def rejected() -> None:

@@ -123,16 +123,17 @@ def test_arguments_that_are_no_json_are_refused_by_name() -> None:
 
 
 def test_an_async_call_of_a_request_uses_the_thread_of_the_request() -> None:
-    threads = []
+    threads, results = [], []
 
     async def view() -> None:
         async with ThreadSensitiveContext():
             await sync_to_async(lambda: threads.append(get_ident()))()
-            await note.aonce("key", name="one")
+            results.append(await note.aonce("key", name="one"))
 
     with on_save(lambda **_: threads.append(get_ident())):
         async_to_sync(view)()
     assert (len(threads), len(set(threads))) == (2, 1)
+    assert results == [note.once("key", name="one")]
 
 
 def test_o01_a_phased_operation_commits_calls_and_commits(bank: Bank) -> None:
@@ -425,6 +426,20 @@ def test_an_exception_before_the_first_effect_refuses_no_run_of_the_completer(ba
     assert complete_key(key.pk) == "finished"
 
 
+def test_an_operation_that_always_fails_is_for_a_person(settings: Any, bank: Bank) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        charge.once("key", name="one", cents=1)
+    key = IdempotencyKey.objects.get()
+    abandon()
+    assert complete_key(key.pk) == "failed"
+    abandon()
+    assert complete_key(key.pk) == "stuck"
+    key.refresh_from_db()
+    assert key.stuck_code == StuckCode.ATTEMPTS_EXHAUSTED
+
+
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_an_overdue_operation_is_for_a_person(is_begun: bool, bank: Bank) -> None:
     if is_begun:
@@ -467,8 +482,9 @@ def test_a_hook_that_fails_after_the_last_commit_is_no_failure_of_the_operation(
     bank: Bank,
 ) -> None:
     bank.inside = lambda: transaction.on_commit(broken)
-    with pytest.raises(RuntimeError, match="after the result was stored"):
+    with pytest.raises(RuntimeError, match="after the result was stored") as caught:
         charge.once("key", name="one", cents=1)
+    assert isinstance(caught.value.__cause__, OSError)
     assert charge.once("key", name="one", cents=1) == {"transfer": 0}
     assert Account.objects.count() == 1
 

@@ -112,8 +112,11 @@ def test_an_operation_in_a_transaction_has_its_outcome_after_the_commit(sent: An
         note.once("rolled back", name="two")
         note.once("key", name="one")
         assert outcomes(sent) == ["ran", "replayed"], "a repeat has no effect to commit"
+        with pytest.raises(ValueError):
+            note.once("broken", name="three", fails="breaks")
+        assert outcomes(sent) == ["ran", "replayed", "failed"]
         transaction.set_rollback(True)
-    assert outcomes(sent) == ["ran", "replayed"]
+    assert outcomes(sent) == ["ran", "replayed", "failed"]
     assert Entry.objects.get().name == "one"
 
 
