@@ -28,26 +28,21 @@ class BulkWork(models.Model):
     user_id = models.CharField(
         _("user id"), max_length=255, help_text=_("The person, for the log of the admin.")
     )
-    note = models.CharField(_("note"), max_length=150, blank=True, default="")
-    answer = models.JSONField(
-        _("answer"), null=True, blank=True, help_text=_("What the action Answer stores.")
-    )
+    note = models.CharField(_("note"), max_length=150, default="")
+    answer = models.JSONField(_("answer"), null=True, help_text=_("What the action Answer stores."))
     log_message = models.CharField(_("message in the log of the admin"), max_length=300)
     log_flag = models.PositiveSmallIntegerField(_("kind of the entries in the log of the admin"))
     created_at = models.DateTimeField(_("created at"), db_default=Now())
     worked_at = models.DateTimeField(
-        _("worked at"), null=True, blank=True, help_text=_("Time of the last progress.")
+        _("worked at"), null=True, help_text=_("Time of the last progress.")
     )
     stopped_at = models.DateTimeField(
         _("stopped at"),
         null=True,
-        blank=True,
         help_text=_("Time at which a person or an error stopped it. Null: it is not stopped."),
     )
-    finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
-    error = models.TextField(
-        _("error"), blank=True, default="", help_text=_("The error that stopped it.")
-    )
+    finished_at = models.DateTimeField(_("finished at"), null=True)
+    error = models.TextField(_("error"), default="", help_text=_("The error that stopped it."))
     expected = models.PositiveIntegerField(
         _("expected"), help_text=_("Number of rows that the confirmation counted.")
     )
@@ -57,7 +52,6 @@ class BulkWork(models.Model):
     unchanged = models.JSONField(
         _("unchanged"),
         default=dict,
-        blank=True,
         help_text=_("Numbers of rows that were not changed, by reason."),
     )
 
@@ -82,13 +76,9 @@ class BulkRow(models.Model):
         BulkWork, verbose_name=_("bulk work"), on_delete=models.CASCADE, related_name="rows"
     )
     row = models.CharField(_("row"), max_length=36, help_text=_("The id of the key or job."))
-    seen = models.UUIDField(
-        _("seen"), null=True, blank=True, help_text=_("The claim token of the key.")
-    )
-    at = models.CharField(
-        _("at"), max_length=50, blank=True, help_text=_("The recovery point of the key.")
-    )
-    calls = models.TextField(_("calls"), blank=True, help_text=_("The calls of the key."))
+    seen = models.UUIDField(_("seen"), null=True, help_text=_("The claim token of the key."))
+    at = models.CharField(_("at"), max_length=50, help_text=_("The recovery point of the key."))
+    calls = models.TextField(_("calls"), help_text=_("The calls of the key."))
 
     class Meta:
         verbose_name = _("row of a bulk work")

@@ -48,10 +48,9 @@ class DownstreamCall(models.Model):
     recorded_at = models.DateTimeField(
         _("recorded at"),
         null=True,
-        blank=True,
         help_text=_("Null: the result is unknown, and the call may have taken effect."),
     )
-    result = models.JSONField(_("result"), null=True, blank=True)
+    result = models.JSONField(_("result"), null=True)
 
     class Meta:
         verbose_name = _("downstream call")
@@ -81,7 +80,6 @@ class StagedJob(models.Model):
     job_args = models.JSONField(
         _("arguments"),
         default=dict,
-        blank=True,
         help_text=_("An object is keyword arguments, an array positional ones."),
     )
     queue = models.CharField(_("queue"), max_length=100, default="default")
@@ -100,33 +98,27 @@ class StagedJob(models.Model):
     failed_at = models.DateTimeField(
         _("failed at"),
         null=True,
-        blank=True,
         help_text=_("Time at which the job failed for good. It needs manual review."),
     )
-    last_error = models.TextField(_("last error"), blank=True, default="")
+    last_error = models.TextField(_("last error"), default="")
     traceparent = models.CharField(
         _("traceparent"),
         max_length=55,
         null=True,
-        blank=True,
         help_text=_("The W3C trace context in which it was staged."),
     )
     group = models.CharField(
         _("group"),
         max_length=200,
         null=True,
-        blank=True,
         help_text=_(
             "The jobs of a group take effect one at a time, in the order of their commits."
         ),
     )
-    group_position = models.PositiveBigIntegerField(
-        _("position in the group"), null=True, blank=True
-    )
+    group_position = models.PositiveBigIntegerField(_("position in the group"), null=True)
     handed_over_at = models.DateTimeField(
         _("handed over at"),
         null=True,
-        blank=True,
         help_text=_(
             "Time of the last hand-over, if the job is in a group and has not taken effect."
         ),
@@ -138,7 +130,6 @@ class StagedJob(models.Model):
         "idempotency.IdempotencyKey",
         verbose_name=_("idempotency key"),
         null=True,
-        blank=True,
         on_delete=models.SET_NULL,
         related_name="staged_jobs",
         db_constraint=False,
@@ -204,7 +195,6 @@ class ProcessedMessage(models.Model):
     processed_at = models.DateTimeField(_("processed at"), db_default=Now())
     hook_error = models.TextField(
         _("hook error"),
-        blank=True,
         default="",
         db_default="",
         help_text=_("The errors of on_commit hooks of the job, which are not called again."),

@@ -75,7 +75,6 @@ class IdempotencyKey(models.Model):
         db_constraint=False,
         db_index=False,
         null=True,
-        blank=True,
         on_delete=models.DO_NOTHING,
         related_name="+",
     )
@@ -84,25 +83,23 @@ class IdempotencyKey(models.Model):
     request_path = models.TextField(
         _("request path"), help_text=_("Path and query, percent-encoded.")
     )
-    request_content_type = models.TextField(_("request content type"), blank=True, default="")
-    remote_addr = models.CharField(_("remote address"), max_length=45, blank=True, default="")
+    request_content_type = models.TextField(_("request content type"), default="")
+    remote_addr = models.CharField(_("remote address"), max_length=45, default="")
     request_fingerprint = models.CharField(_("request fingerprint"), max_length=80)
-    request_headers = models.JSONField(_("request headers"), default=dict, blank=True)
+    request_headers = models.JSONField(_("request headers"), default=dict)
     request_body = models.BinaryField(
-        _("request body"), null=True, blank=True, help_text=_("Null: the body was not stored.")
+        _("request body"), null=True, help_text=_("Null: the body was not stored.")
     )
     traceparent = models.CharField(
         _("traceparent"),
         max_length=55,
         null=True,
-        blank=True,
         help_text=_("The W3C trace context of the request."),
     )
     seed = models.BinaryField(_("seed"), default=random_seed)
     retention_hours = models.PositiveIntegerField(
         _("retention in hours"),
         null=True,
-        blank=True,
         help_text=_(
             "The time for which the key is kept after it is finished or refused. Null: forever."
         ),
@@ -118,7 +115,6 @@ class IdempotencyKey(models.Model):
     acknowledged_at = models.DateTimeField(
         _("acknowledged at"),
         null=True,
-        blank=True,
         help_text=_(
             "Time at which a person acknowledged the stuck key. If the key becomes stuck again,"
             " this has no effect any more."
@@ -127,7 +123,6 @@ class IdempotencyKey(models.Model):
     handed_back_at = models.DateTimeField(
         _("handed back at"),
         null=True,
-        blank=True,
         help_text=_(
             "Time at which a person handed the key back to the completer. The retention counts from"
             " here."
@@ -136,7 +131,6 @@ class IdempotencyKey(models.Model):
     next_run_at = models.DateTimeField(
         _("next run at"),
         null=True,
-        blank=True,
         help_text=_("The completer does not run the key before this time."),
     )
     completer_attempts = models.PositiveIntegerField(_("completer attempts"), default=0)
@@ -158,7 +152,6 @@ class IdempotencyKey(models.Model):
     refused_at = models.DateTimeField(
         _("refused at"),
         null=True,
-        blank=True,
         help_text=_(
             "Time at which the untouched key was refused. From then on, only a retry of the client"
             " runs the request."
@@ -167,54 +160,49 @@ class IdempotencyKey(models.Model):
     call_begun_at = models.DateTimeField(
         _("call begun at"),
         null=True,
-        blank=True,
         help_text=_("Time at which the last key.call() began, or ended with call.retryable()."),
     )
     claim_token = models.UUIDField(
         _("claim token"),
         null=True,
-        blank=True,
         help_text=_("The random token of the current claim, which the fence compares."),
     )
     last_run_at = models.DateTimeField(
         _("last run at"), db_default=Now(), help_text=_("Time of the last claim.")
     )
-    stuck_at = models.DateTimeField(_("stuck at"), null=True, blank=True)
+    stuck_at = models.DateTimeField(_("stuck at"), null=True)
     stuck_code = models.CharField(
         _("stuck code"),
         max_length=50,
-        blank=True,
         default="",
         help_text=_("Short and stable code, for filters and alerts."),
     )
     stuck_reason = models.TextField(
-        _("stuck reason"), blank=True, default="", help_text=_("The reason in words.")
+        _("stuck reason"), default="", help_text=_("The reason in words.")
     )
-    last_error = models.TextField(_("last error"), blank=True, default="")
-    finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
+    last_error = models.TextField(_("last error"), default="")
+    finished_at = models.DateTimeField(_("finished at"), null=True)
     expires_at = models.DateTimeField(
         _("expires at"),
         null=True,
-        blank=True,
         help_text=_(
             "End of the retention. Null: the key is neither finished nor refused, or is kept"
             " forever."
         ),
     )
-    response_code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
-    response_headers = models.JSONField(_("response headers"), null=True, blank=True)
+    response_code = models.PositiveSmallIntegerField(_("response code"), null=True)
+    response_headers = models.JSONField(_("response headers"), null=True)
     response_body = models.BinaryField(
-        _("response body"), null=True, blank=True, help_text=_("Null: the body was not stored.")
+        _("response body"), null=True, help_text=_("Null: the body was not stored.")
     )
     locked_until = models.DateTimeField(
         _("locked until"),
         null=True,
-        blank=True,
         help_text=_("End of the current lock; each phase renews it. Null: not locked."),
     )
     recovery_point = models.CharField(_("recovery point"), max_length=50, default=STARTED)
     history = models.JSONField(
-        _("history"), default=list, blank=True, help_text=_("The last 50 events, with their times.")
+        _("history"), default=list, help_text=_("The last 50 events, with their times.")
     )
 
     objects: ClassVar[models.Manager["IdempotencyKey"]] = IdempotencyKeyQuerySet.as_manager()
