@@ -30,6 +30,7 @@ from idempotency.models import IdempotencyKey
 #: The level and the text of the message for the person, and the entry of the admin log in English,
 #: "" for no entry.
 Result = tuple[int, str | Promise, str]
+_HANDED_BACK = "Handed back to the completer."
 
 TOO_LATE = _(
     "Nothing was done: the key has changed since you loaded the page. This page shows its present"
@@ -81,7 +82,9 @@ class Button:
     permission: str
     explanation: str | Promise
     possible: Callable[[Any], bool]
-    press: Callable[[IdempotencyKey, dict[str, Any], str, str], Result]
+    #: The intervention; its arguments are the key, those that each intervention takes, and the data
+    #: of the form. None: the key has changed, and nothing was done.
+    press: Callable[[IdempotencyKey, dict[str, Any], dict[str, Any]], Result | None]
     form: type[PressForm] = PressForm
     #: Whether the button ends something that cannot be brought back.
     is_destructive: bool = False
@@ -94,88 +97,69 @@ class Button:
         return (self.operation_form if is_operation else None) or self.form
 
 
-def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    what = {"by": by, "at": sent["at"], "note": sent["note"], "using": using}
-    if in_outer_transaction(using):
-        if not interventions.hand_back(key.pk, sent["seen"], **what):
-            return messages.WARNING, TOO_LATE, ""
+def _complete(key: IdempotencyKey, seen: dict[str, Any], sent: dict[str, Any]) -> Result | None:
+    if in_outer_transaction(seen["using"]):
         text = _(
             "The key was handed back to the completer: it cannot run here, in a transaction of a"
             " middleware."
         )
-        return messages.WARNING, text, "Handed back to the completer."
-    match interventions.complete_now(key.pk, sent["seen"], **what):
+        handed_back = interventions.hand_back(key.pk, **seen)
+        return (messages.WARNING, text, _HANDED_BACK) if handed_back else None
+    match interventions.complete_now(key.pk, **seen):
         case None:
-            return messages.WARNING, TOO_LATE, ""
+            return None
         case "finished":
-            return (
-                messages.SUCCESS,
-                _("It was completed: its response or result is stored."),
-                "Completed.",
-            )
+            text = _("It was completed: its response or result is stored.")
+            return messages.SUCCESS, text, "Completed."
         case "stuck":
-            return (
-                messages.ERROR,
-                _("It was run, and is stuck again: see the reason."),
-                "Run; it is stuck again.",
-            )
+            text = _("It was run, and is stuck again: see the reason.")
+            return messages.ERROR, text, "Run; it is stuck again."
         case "failed":
             text = _("It is not finished: see its last error. The completer tries again.")
             return messages.ERROR, text, "Not finished."
     text = _("The key was handed back, and another process is running it now.")
-    return messages.WARNING, text, "Handed back to the completer."
+    return messages.WARNING, text, _HANDED_BACK
 
 
-def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.release_lock(
-        key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using
-    ):
-        return messages.WARNING, TOO_LATE, ""
-    return (
-        messages.SUCCESS,
-        _("The lock is released: the run that held it can commit nothing any more."),
-        "Released the lock.",
-    )
+def _release(key: IdempotencyKey, seen: dict[str, Any], sent: dict[str, Any]) -> Result | None:
+    text = _("The lock is released: the run that held it can commit nothing any more.")
+    released = interventions.release_lock(key.pk, **seen)
+    return (messages.SUCCESS, text, "Released the lock.") if released else None
 
 
-def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    seen = {"at": sent["at"], "calls": sent["calls"]}
+def _answer(key: IdempotencyKey, seen: dict[str, Any], sent: dict[str, Any]) -> Result | None:
     logged, text = f"Answered with {sent['told']}.", gettext("Answered. Each retry gets this.")
     if key.request_method != METHOD:
         text = gettext(
             "Answered with status %(status)s. Each retry of the client gets this response."
         ) % {"status": sent["status"]}
     try:
-        if not interventions.answer(
-            key.pk, sent["seen"], sent["response"], by=by, note=sent["note"], using=using, **seen
-        ):
-            return messages.WARNING, TOO_LATE, ""
+        answered = interventions.answer(
+            key.pk, response=sent["response"], calls=sent["calls"], **seen
+        )
     except NotReplicated:
         text = gettext(
             "The answer is stored, but no standby has confirmed it. Until one does, retries are"
             " refused."
         )
         return messages.WARNING, text, f"{logged[:-1]}, not confirmed by a standby."
-    return messages.SUCCESS, text, logged
+    return (messages.SUCCESS, text, logged) if answered else None
 
 
-def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.acknowledge(
-        key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using
-    ):
-        return messages.WARNING, TOO_LATE, ""
+def _acknowledge(key: IdempotencyKey, seen: dict[str, Any], sent: dict[str, Any]) -> Result | None:
     text = _(
         "The key is off the list of stuck keys. It is still not finished, and it is not deleted."
     )
-    return messages.SUCCESS, text, "Acknowledged."
+    acknowledged = interventions.acknowledge(key.pk, **seen)
+    return (messages.SUCCESS, text, "Acknowledged.") if acknowledged else None
 
 
-def _unacknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.unacknowledge(
-        key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using
-    ):
-        return messages.WARNING, TOO_LATE, ""
-    return messages.SUCCESS, _("The key is on the list of stuck keys again."), "Unacknowledged."
+def _unacknowledge(
+    key: IdempotencyKey, seen: dict[str, Any], sent: dict[str, Any]
+) -> Result | None:
+    text = _("The key is on the list of stuck keys again.")
+    undone = interventions.unacknowledge(key.pk, **seen)
+    return (messages.SUCCESS, text, "Unacknowledged.") if undone else None
 
 
 BUTTONS = {

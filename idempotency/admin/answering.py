@@ -22,6 +22,8 @@ from idempotency.models import IdempotencyKey
 
 #: The number of newest keys that are searched for a template.
 MAX_SEARCHED = 1000
+#: The fields of an answer, in the forms for requests and for operations.
+_NAMES = ("kind", "status", "body", "code", "message")
 _STATUS_HELP = _(
     "A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at"
     " fault."
@@ -57,9 +59,13 @@ class PreviewedForm(forms.Form):
         """Return the preview of a valid form."""
         raise NotImplementedError
 
+    def answer(self) -> dict[str, Any]:
+        """Return the fields of the answer, which bulk work stores."""
+        return {name: self.cleaned_data[name] for name in _NAMES if name in self.cleaned_data}
+
     def digest(self) -> str:
         """Return a hash of the answer. It ensures that only a previewed answer is stored."""
-        raise NotImplementedError
+        return hashlib.sha256(json.dumps(self.answer()).encode()).hexdigest()
 
 
 class AnswerFields(PreviewedForm):
@@ -114,13 +120,6 @@ class AnswerFields(PreviewedForm):
 
     def shown(self, template: IdempotencyKey | None) -> Preview:
         return _preview(self.cleaned_data["response"], self.cleaned_data["kind"], template)
-
-    def digest(self) -> str:
-        """Return a hash of the status, content type and body. It ensures that only a previewed
-        response is stored."""
-        response = self.cleaned_data["response"]
-        told = json.dumps([response.status_code, response["Content-Type"]]).encode()
-        return hashlib.sha256(told + response.content).hexdigest()
 
 
 def json_mistake(text: str) -> str:

@@ -1,7 +1,5 @@
 """The action that answers many keys: its forms, and the preview of the answers."""
 
-import hashlib
-import json
 from typing import Any, NamedTuple
 
 from django.db.models import Exists, OuterRef, Q
@@ -20,9 +18,6 @@ from idempotency.admin.operations import OperationAnswerFields, result_text
 from idempotency.admin.reading import encodable
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import DownstreamCall, IdempotencyKey
-
-#: The fields of a form that the work stores.
-_NAMES = ("kind", "status", "body", "code", "message")
 
 
 class _BulkAnswerForm(PreviewedForm, BulkForm):
@@ -49,15 +44,8 @@ class _BulkAnswerForm(PreviewedForm, BulkForm):
         self.cleaned_data["told"] = "the answer of the project"
         return self.cleaned_data
 
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.answer()).encode()).hexdigest()
-
     def shown(self, template: IdempotencyKey | None) -> Preview:
         return Preview("", [], "", [])
-
-    def answer(self) -> dict[str, Any]:
-        """Return what the work stores."""
-        return {name: self.cleaned_data[name] for name in _NAMES if name in self.cleaned_data}
 
 
 class RequestsForm(_BulkAnswerForm, AnswerFields):

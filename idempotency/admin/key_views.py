@@ -139,10 +139,12 @@ class KeyPageAdmin(KeyFieldsAdmin):
                 filled = answering.filled_in(template)
         form = button.form_for(key)(request.POST or None, initial=looked | filled)
         if request.method == "POST" and form.is_valid() and not form.asks_again():
-            by, using = username(request), self._alias(key)
-            level, text, logged = button.press(key, form.cleaned_data | fence, by, using)
+            sent = form.cleaned_data | {"calls": fence.pop("calls")}
+            fence |= {"by": username(request), "note": sent["note"], "using": self._alias(key)}
+            done = button.press(key, fence, sent)
+            level, text, logged = done or (messages.WARNING, TOO_LATE, "")
             if logged:
-                self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
+                self.log_change(request, key, noted(logged, sent["note"]))
             further = next_url(self.admin_site, request, pk) if level == messages.SUCCESS else ""
             told = format_html('<a href="{}">{}</a>: {}', page, key, text) if further else str(text)
             self.message_user(request, told, level)

@@ -1,7 +1,6 @@
 """What the pages show of the key of an operation: its result, and the form that answers it; and the
 filter by operation."""
 
-import hashlib
 import json
 from typing import Any
 
@@ -153,8 +152,3 @@ class OperationAnswerFields(PreviewedForm):
             line, *data = _lines(answer)
             return Preview(line, [], "".join(data), [])
         return Preview(gettext("Result:"), [], _json(answer), [])
-
-    def digest(self) -> str:
-        names = ("kind", "code", "message", "body")
-        told = json.dumps([self.cleaned_data[name] for name in names])
-        return hashlib.sha256(told.encode()).hexdigest()
