@@ -121,17 +121,13 @@ class StagedJobAdmin(BulkAdmin):
         annotated: QuerySet[Any] = jobs.annotate(read_at=Now(), held=held)
         return annotated
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def found(self, request: HttpRequest, rows: QuerySet[Any], term: str) -> QuerySet[Any]:
         """Return the job with this id, or the jobs of the key whose row has this id."""
-        if not search_term:
-            return queryset, False
         try:
-            return queryset.filter(pk=UUID(search_term)), False
+            return rows.filter(pk=UUID(term))
         except ValueError:
-            key = row_id(search_term)
-        return (queryset.none() if key is None else queryset.filter(idempotency_key=key)), False
+            key = row_id(term)
+        return rows.none() if key is None else rows.filter(idempotency_key=key)
 
     @admin.display(description=_("job name"), ordering="job_name")
     def label(self, job: StagedJob) -> str:

@@ -1,7 +1,6 @@
 """The fields on the page of one key."""
 
 import json
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from django.contrib import admin
@@ -20,7 +19,6 @@ from idempotency.admin.bodies import body
 from idempotency.admin.operations import result_text
 from idempotency.admin.reading import ReadOnlyAdmin, encodable, preformatted, pretty
 from idempotency.models import IdempotencyKey
-from idempotency.templatetags.idempotency_admin import moment
 
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
@@ -29,8 +27,7 @@ _TIMES = (
 )  # fmt: skip
 _REQUEST = ("request", "sender", "scope", "key_shown", "remote_addr", "trace")
 _CALL = ("operation", "sender", "scope", "key_shown", "trace")
-_RUNS = (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts", "hangs")
-_LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}
+_RUNS = (*_TIMES, "attempts", "completer_attempts", "hangs")
 _EMPTY = ("", str(preformatted("")))
 
 
@@ -51,7 +48,8 @@ class KeyFieldsAdmin(ReadOnlyAdmin):
     )
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Return the fields that have a value; the other fields are in a last, collapsed part."""
+        """Return the fields that have a value; the other fields are in a last, collapsed part.
+        Times have seconds and a time zone."""
         if obj is None:
             return self.fieldsets
         kept, empty = [], []
@@ -62,8 +60,9 @@ class KeyFieldsAdmin(ReadOnlyAdmin):
                 fields.remove("error_shown")
             full = [name for name in fields if self._has_value(name, obj)]
             empty += [name for name in fields if name not in full]
-            kept += [(title, {"fields": full})] if full else []
-        return [*kept, (_("Empty"), {"fields": empty, "classes": ["collapse"]})] if empty else kept
+            kept += [(title, {"fields": self._with_times(full)})] if full else []
+        rest = {"fields": self._with_times(empty), "classes": ["collapse"]}
+        return [*kept, (_("Empty"), rest)] if empty else kept
 
     def _has_value(self, name: str, key: IdempotencyKey) -> bool:
         value = getattr(self, name)(key) if hasattr(self, name) else getattr(key, name)
@@ -147,19 +146,3 @@ class KeyFieldsAdmin(ReadOnlyAdmin):
             return preformatted(pretty(json.loads(text)))
         except (ValueError, RecursionError):
             return preformatted(text)
-
-
-def _shown(name: str) -> Callable[[KeyFieldsAdmin, IdempotencyKey], str]:
-    """Return a method of the page that shows the time in the column ``name`` of a key."""
-
-    @admin.display(description=_LABELS[name])
-    def shown(self: KeyFieldsAdmin, key: IdempotencyKey) -> str:
-        # A key that the completer has finished keeps the time of its next run, which was planned in
-        # case of failure.
-        return moment(None if name == "next_run_at" and key.finished_at else getattr(key, name))
-
-    return shown
-
-
-for _name in _TIMES:
-    setattr(KeyFieldsAdmin, f"{_name}_shown", _shown(_name))

@@ -108,6 +108,8 @@ class KeyPageAdmin(KeyFieldsAdmin):
             key.declared = recovery_points.DeclaredPoints().of(key)
             users = get_user_model()._default_manager.filter(pk=key.user_id)
             key.sent_by = users.first() if key.user_id else None
+            if key.finished_at is not None:
+                key.next_run_at = None  # The completer plans a run before it runs the key.
         return key
 
     def _alias(self, key: IdempotencyKey) -> str:

@@ -90,13 +90,9 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             keys = keys.defer(*_LARGE_COLUMNS)
         return keys
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def found(self, request: HttpRequest, rows: QuerySet[Any], term: str) -> QuerySet[Any]:
         """Return the keys that ``admin.search`` finds."""
-        return (
-            search(queryset, search_term, self.admin_site, request) if search_term else queryset
-        ), False
+        return search(rows, term, self.admin_site, request)
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
         """Return the order of the list: the oldest first for stuck keys, else the newest first."""

@@ -95,16 +95,12 @@ class DownstreamCallAdmin(ReadOnlyAdmin):
             log_looks(request, [context["original"]])
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def found(self, request: HttpRequest, rows: QuerySet[Any], term: str) -> QuerySet[Any]:
         """Return the calls of the key whose row has this id, through an index, or the newest calls
         with this name."""
-        if not search_term:
-            return queryset, False
-        if (pk := row_id(search_term)) is not None:
-            return queryset.filter(key=pk), False
-        return newest(queryset.filter(name=search_term), NEWEST, by="pk"), False
+        if (pk := row_id(term)) is not None:
+            return rows.filter(key=pk)
+        return newest(rows.filter(name=term), NEWEST, by="pk")
 
     @admin.display(description=_("name"))
     def name_shown(self, call: DownstreamCall) -> SafeString:
@@ -158,16 +154,12 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
     search_fields = ("message_id",)
     search_help_text = _("The whole id of a message, or the id of its row.")
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def found(self, request: HttpRequest, rows: QuerySet[Any], term: str) -> QuerySet[Any]:
         """Return the messages with this id, of any source, at most MAX_GROUPED, and the message
         whose row has this id."""
-        if not search_term:
-            return queryset, False
-        messages = ProcessedMessage.objects.using(queryset.db).filter(message_id=search_term)
+        messages = ProcessedMessage.objects.using(rows.db).filter(message_id=term)
         found = Q(pk__in=list(messages.values_list("pk", flat=True)[:MAX_GROUPED]))
-        return queryset.filter(found | Q(pk=row_id(search_term))), False
+        return rows.filter(found | Q(pk=row_id(term)))
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
         """Return the list, with the jobs of its messages, which take one query."""

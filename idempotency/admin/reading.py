@@ -110,6 +110,16 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
             for name in names
         ]
 
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Return the rows that ``found`` returns for the term; without a term, all rows."""
+        return (self.found(request, queryset, search_term) if search_term else queryset), False
+
+    def found(self, request: HttpRequest, rows: QuerySet[Any], term: str) -> QuerySet[Any]:
+        """Return those of ``rows`` that the search finds."""
+        raise NotImplementedError
+
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         """Return whether ``lookup`` is a filter of the list. Others could read the whole table, or
         fail in the database."""
