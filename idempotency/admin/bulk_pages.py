@@ -22,8 +22,7 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.shortcuts import get_object_or_404
-from django.template.response import TemplateResponse
-from django.urls import URLPattern, path, reverse
+from django.urls import URLPattern, path
 from django.utils.functional import Promise
 from django.utils.translation import gettext
 
@@ -122,8 +121,7 @@ class BulkAdmin(ReadOnlyAdmin):
     def question_url(self, action: BulkAction, *rows: Any) -> str:
         """Return the URL of the confirmation of an action on these rows."""
         ids = ",".join(str(row.pk).replace("-", "") for row in rows)
-        view = f"{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk"
-        return f"{reverse(view, args=(action.name,))}?{IDS}={ids}"
+        return f"{self.page_url('bulk', action.name)}?{IDS}={ids}"
 
     def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
         """Show the confirmation for all rows that match the query. The confirmed form begins the
@@ -155,7 +153,7 @@ class BulkAdmin(ReadOnlyAdmin):
             context["answers"] = self._preview(request, action, rows, form)
         if context["with_bodies"] and question["sample"]:
             log_looks(request, question["sample"])
-        return self._page(request, "question", context)
+        return self.page(request, "bulk_question", context)
 
     def _preview(self, request: HttpRequest, action: Any, rows: Any, form: Any) -> list[Any]:
         """Return the answers of the first keys; an empty list if the person wants to edit."""
@@ -184,7 +182,7 @@ class BulkAdmin(ReadOnlyAdmin):
             level = messages.SUCCESS if work.done >= work.expected else messages.WARNING
             self.message_user(request, context["report"], level)
             return HttpResponseRedirect(context["back"])
-        return self._page(request, "progress", context | {"advanced": advanced})
+        return self.page(request, "bulk_progress", context | {"advanced": advanced})
 
     # Each chunk of the work is a transaction of its own.
     bulk_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
@@ -218,14 +216,12 @@ class BulkAdmin(ReadOnlyAdmin):
         return action
 
     def _context(self, request: HttpRequest, action: BulkAction) -> dict[str, Any]:
-        back = self._list_url(request)
-        return {"title": action.label, "opts": self.opts, "action": action, "back": back}
+        return {"title": action.label, "action": action, "back": self._list_url(request)}
 
     def _work_url(self, request: HttpRequest, work: BulkWork) -> str:
-        name = f"{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk_work"
         query = request.GET.copy()
         query.pop(IDS, None)
-        return f"{reverse(name, args=(work.action, work.pk))}?{query.urlencode()}"
+        return f"{self.page_url('bulk_work', work.action, work.pk)}?{query.urlencode()}"
 
     def _matching(self, request: HttpRequest, ids: str | None) -> QuerySet[Any]:
         """Return the rows with these ids; without ids, the rows that the filters and the search of
@@ -243,15 +239,11 @@ class BulkAdmin(ReadOnlyAdmin):
 
     def _list_url(self, request: HttpRequest | None = None) -> str:
         """Return the URL of the list, with the filters of ``request``."""
-        url = reverse(f"{self.admin_site.name}:idempotency_{self.opts.model_name}_changelist")
+        url = self.page_url("changelist")
         query = request.GET.copy() if request else None
         if query:
             query.pop(IDS, None)
         return f"{url}?{query.urlencode()}" if query else url
-
-    def _page(self, request: HttpRequest, name: str, context: dict[str, Any]) -> HttpResponse:
-        shared = self.admin_site.each_context(request) | {"media": self.media}
-        return TemplateResponse(request, f"admin/idempotency/bulk_{name}.html", shared | context)
 
 
 def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any) -> HttpResponse:
@@ -261,11 +253,7 @@ def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any)
     query.pop(PAGE_VAR, None)  # Changed rows may leave the list, so its last pages may disappear.
     if request.POST.get("select_across") != "1":
         query[IDS] = ",".join(request.POST.getlist(ACTION_CHECKBOX_NAME)).replace("-", "")
-    url = reverse(
-        f"{model_admin.admin_site.name}:idempotency_{model_admin.opts.model_name}_bulk",
-        args=(action,),
-    )
-    return HttpResponseRedirect(f"{url}?{query.urlencode()}")
+    return HttpResponseRedirect(f"{model_admin.page_url('bulk', action)}?{query.urlencode()}")
 
 
 def _question(action: BulkAction, rows: QuerySet[Any], ids: str | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from django.db.models import QuerySet
@@ -43,12 +42,8 @@ def csv_of(keys: QuerySet[Any]) -> HttpResponse:
             text = gettext("There are more than %(count)s keys. The others are not in this file.")
             lines.writerow([text % {"count": MAX_ROWS}])
         else:
-            lines.writerow(_cells(row))
+            lines.writerow([_cell(value) for value in row])
     return response
-
-
-def _cells(row: Iterable[Any]) -> list[str]:
-    return [_cell(value) for value in row]
 
 
 def _cell(value: Any) -> str:

@@ -8,8 +8,7 @@ from django.contrib import messages
 from django.contrib.auth import get_user_model
 from django.db import router
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
-from django.template.response import TemplateResponse
-from django.urls import URLPattern, path, reverse
+from django.urls import URLPattern, path
 from django.utils.html import format_html
 
 from idempotency._http.atomic_requests import EVERY_ALIAS
@@ -86,9 +85,7 @@ class KeyPageAdmin(KeyFieldsAdmin):
 
     def json_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Return the key as JSON, without its secrets."""
-        if not self.has_view_permission(request):
-            return refused(self, request)
-        if not may_view_bodies(request):
+        if not self.holds(request, PERMISSION):
             return refused(self, request, PERMISSION)
         key = self.get_object(request, str(pk))
         if key is None:
@@ -126,8 +123,8 @@ class KeyPageAdmin(KeyFieldsAdmin):
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
-        page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(pk,))
-        page = "?".join(filter(None, (page, urlencode(list_filters(request)))))
+        chosen = urlencode(list_filters(request))
+        page = "?".join(filter(None, (self.page_url("change", pk), chosen)))
         fence = fence_of(key, self._alias(key))
         looked = {"seen": digest_of(fence)}
         # The page with the button sends the digest of the data that it showed.
@@ -170,8 +167,6 @@ class KeyPageAdmin(KeyFieldsAdmin):
         if isinstance(form, answering.PreviewedForm):
             preview = form.preview(question["template"])
         shown = {
-            "opts": self.opts,
-            "media": self.media,
             "key": key,
             "request_line": self.request(key),
             "is_operation": key.request_method == METHOD,
@@ -181,6 +176,4 @@ class KeyPageAdmin(KeyFieldsAdmin):
             **key_page.facts(key),
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
-        template = "admin/idempotency/idempotencykey/press.html"
-        context = self.admin_site.each_context(request) | shown | question
-        return TemplateResponse(request, template, context)
+        return self.page(request, "idempotencykey/press", shown | question)

@@ -10,7 +10,6 @@ from django.contrib.auth import get_user_model
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -112,17 +111,13 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     def csv_view(self, request: HttpRequest) -> HttpResponse:
         """Return a CSV file with the keys that the filters and the search of the query select."""
-        if not self.has_view_permission(request):
-            return refused(self, request)
-        if not may_view_bodies(request):
+        if not self.holds(request, PERMISSION):
             return refused(self, request, PERMISSION)
         log_export(request, self.model)
         try:
             return csv_of(admin.ModelAdmin.get_changelist_instance(self, request).queryset)
         except IncorrectLookupParameters:
-            return HttpResponseRedirect(
-                reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist")
-            )
+            return HttpResponseRedirect(self.page_url("changelist"))
 
     def next_view(self, request: HttpRequest) -> HttpResponse:
         """Redirect to the page of the next key that the filters and the search of the query select:
@@ -132,8 +127,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         query = request.GET.copy()
         query.pop(PAGE_VAR, None)
         after = row_id(query.pop(AFTER, [""])[-1]) or 0
-        name = f"{self.admin_site.name}:idempotency_idempotencykey"
-        keys_url = f"{reverse(f'{name}_changelist')}?{query.urlencode()}"
+        keys_url = f"{self.page_url('changelist')}?{query.urlencode()}"
         request.GET = query  # type: ignore[assignment]
         try:
             keys = admin.ModelAdmin.get_changelist_instance(self, request).queryset
@@ -141,8 +135,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             return HttpResponseRedirect(keys_url)
         if (found := key_behind(keys, after)) is not None:
             filters = urlencode({CHANGELIST_FILTERS: query.urlencode()})
-            page = reverse(f"{name}_change", args=(found,))
-            return HttpResponseRedirect(f"{page}?{filters}")
+            return HttpResponseRedirect(f"{self.page_url('change', found)}?{filters}")
         self.message_user(request, gettext("There is no further key in this list."))
         return HttpResponseRedirect(keys_url)
 
@@ -188,14 +181,9 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         text = "" if key.finished_at else key.stuck_reason or key.last_error
         line = format_html("{}", first_line_of(text))
         if text:
-            page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist")
-            query = urlencode(
-                {
-                    "state": "stuck" if key.state == KeyState.STUCK else "unfinished",
-                    "error_group": group_of(text),
-                }
-            )
-            title = gettext("Keys with the same error")
+            state = "stuck" if key.state == KeyState.STUCK else "unfinished"
+            query = urlencode({"state": state, "error_group": group_of(text)})
+            page, title = self.page_url("changelist"), gettext("Keys with the same error")
             line = format_html('<a href="{}?{}" title="{}">{}</a>', page, query, title, line)
         if not key.stuck_code:
             return line
@@ -205,17 +193,8 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         """Show the dashboard to people who may view keys or jobs."""
         if not any(may_view(self.admin_site, request, rows) for rows in DASHBOARD_MODELS):
             return refused(self, request)
-        context = {
-            "title": gettext("Idempotency dashboard"),
-            "opts": self.opts,
-            **dashboard.numbers(request, self),
-        }
-        template = "admin/idempotency/dashboard.html"
-        return TemplateResponse(
-            request,
-            template,
-            self.admin_site.each_context(request) | {"media": self.media} | context,
-        )
+        title = {"title": gettext("Idempotency dashboard")}
+        return self.page(request, "dashboard", title | dashboard.numbers(request, self))
 
 
 @admin.register(Dashboard)

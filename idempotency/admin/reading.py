@@ -13,6 +13,7 @@ from django.contrib.auth import get_permission_codename
 from django.core.paginator import Paginator
 from django.db.models import DateTimeField, Model, QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import cached_property
 from django.utils.html import format_html
@@ -150,6 +151,19 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         return self.has_view_permission(request) and request.user.has_perm(
             f"{self.opts.app_label}.{permission}"
         )
+
+    def page_url(self, page: str, *args: Any) -> str:
+        """Return the URL of a page about these rows, such as their ``changelist``."""
+        name = f"{self.admin_site.name}:idempotency_{self.opts.model_name}_{page}"
+        return reverse(name, args=args)
+
+    def page(
+        self, request: HttpRequest, template: str, context: dict[str, Any], status: int = 200
+    ) -> HttpResponse:
+        """Return a page of this app, in the frame of the admin."""
+        shared = self.admin_site.each_context(request) | {"opts": self.opts, "media": self.media}
+        template = f"admin/idempotency/{template}.html"
+        return TemplateResponse(request, template, shared | context, status=status)
 
     def key_link(self, pk: int) -> str:
         """Return the id of a key, as a link to its page if this admin has one."""

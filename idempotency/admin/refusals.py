@@ -6,7 +6,6 @@ from typing import Any
 from django.contrib.auth import get_permission_codename
 from django.contrib.auth.models import Permission
 from django.http import HttpRequest, HttpResponse
-from django.template.response import TemplateResponse
 from django.utils.translation import gettext, gettext_noop
 
 #: The maximum number of groups that the page names.
@@ -37,6 +36,6 @@ def refused(model_admin: Any, request: HttpRequest, permission: str = "") -> Htt
         "permission": f"{app_label}.{permission}",
         "groups": list(groups),
     }
-    context |= {"description": gettext(found.name) if found else "", "media": model_admin.media}
-    shared = model_admin.admin_site.each_context(request)
-    return TemplateResponse(request, "admin/idempotency/refused.html", shared | context, status=403)
+    context["description"] = gettext(found.name) if found else ""
+    response: HttpResponse = model_admin.page(request, "refused", context, status=403)
+    return response
