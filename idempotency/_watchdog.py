@@ -117,19 +117,14 @@ def _report(run: Run) -> None:
     place = _place_of(stack)
     text, values = (
         "%s made no progress for %g s and hangs at %s",
-        (
-            run.name,
-            run.limit_seconds,
-            place,
-        ),
+        (run.name, run.limit_seconds, place),
     )
     listing = "Stack of its thread:\n" + "".join(stack.format())
     # The methods of a logger take the stack of their own thread only.
-    logger.handle(
-        logger.makeRecord(
-            logger.name, logging.ERROR, __file__, 0, text, values, None, sinfo=listing
-        )
+    record = logger.makeRecord(
+        logger.name, logging.ERROR, __file__, 0, text, values, None, sinfo=listing
     )
+    logger.handle(record)
     marked = threading.Event()
     threading.Thread(
         target=_cancel, args=[run, marked], name="idempotency-cancel", daemon=True

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from django.db import Error
@@ -94,12 +94,7 @@ class Span:
         self._begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._end(error)
 
     @harmless
@@ -186,12 +181,7 @@ class RunSpan(Span):
         _run.set(self.run)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         run = self.run
         _run.set(self._outer)
         self.set({"waited_seconds": round(run.waited, 3) or None})

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any
 
 from opentelemetry.metrics import MeterProvider
@@ -173,13 +172,8 @@ def _pause(original: _Function) -> _Function:
 
 
 def _retry(original: _Function) -> _Function:
-    def leave(
-        self: Any,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        again = bool(original(self, kind, error, traceback))
+    def leave(self: Any, kind: type[BaseException] | None, *raised: Any) -> bool:
+        again = bool(original(self, kind, *raised))
         if again and kind is not None:
             _note_retry(kind)
         return again
