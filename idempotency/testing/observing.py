@@ -164,11 +164,8 @@ def observed(run: Run) -> Iterator[None]:
 
 
 def _open_connections() -> list[BaseDatabaseWrapper]:
-    return [
-        connection
-        for connection in connections.all(initialized_only=True)
-        if connection.connection is not None
-    ]
+    every = connections.all(initialized_only=True)
+    return [connection for connection in every if connection.connection is not None]
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:

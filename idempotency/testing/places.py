@@ -6,12 +6,14 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Literal
 
 import django.test.client
 
 import idempotency
+from idempotency._text import cut
 from idempotency.models import IdempotencyKey
 
 When = Literal["before", "after"]
@@ -30,7 +32,6 @@ _LIBRARIES = tuple(
         sysconfig.get_path("platlib"),
     )
 )
-_LONGEST_DETAIL = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,8 @@ class Place:
     def boundary(self) -> bool:
         """Whether a phase or a downstream call begins or ends here, or the key was claimed. Two
         runs can be interleaved at these places."""
-        claim = (
-            self.when == "after"
-            and self.what == "statement"
-            and self.of_key
-            and not self.in_transaction
-        )
-        return self.number == 1 or self.what != "statement" or claim
+        is_claim = self.when == "after" and self.of_key and not self.in_transaction
+        return self.number == 1 or self.what != "statement" or is_claim
 
     def __str__(self) -> str:
         what = self.what if self.what == "COMMIT" else f"{self.what} {self.detail}"
@@ -67,40 +63,31 @@ class Place:
 
 
 def shortened(text: str) -> str:
-    """Return ``text`` on one line, cut to _LONGEST_DETAIL characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_DETAIL else line[: _LONGEST_DETAIL - 3] + "..."
+    """Return ``text`` on one line, at most 100 characters long."""
+    return cut(" ".join(text.split()), 100)
 
 
 def users_line() -> str:
     """Return the innermost line of the user's code on the call stack (of a view or of a function
     that it calls), and the line that called it."""
-    frame: FrameType | None = sys._getframe(1)
     found: list[str] = []
-    while (
-        frame is not None
-        and len(found) < 2
-        and not (found and frame.f_code.co_filename == django.test.client.__file__)
-    ):
-        if line := _line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):
+    for frame, number in walk_stack(sys._getframe(1)):
+        if len(found) == 2 or (found and frame.f_code.co_filename == django.test.client.__file__):
+            break
+        if line := _line_of(frame, number):
             found.append(line)
-        frame = frame.f_back
     return ", called at ".join(found) or "an unknown line"
 
 
 def line_of_error(error: BaseException) -> str:
     """Return the innermost line of the user's code in the traceback of an exception."""
-    found, traceback = "an unknown line", error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        found = _line_of(code.co_filename, traceback.tb_lineno, code.co_name) or found
-        traceback = traceback.tb_next
-    return found
+    lines = [_line_of(frame, number) for frame, number in walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(lines)), "an unknown line")
 
 
-def _line_of(filename: str, number: int, function: str) -> str:
-    name = _users_file(filename)
-    return f"{name}:{number} in {function}" if name else ""
+def _line_of(frame: FrameType, number: int) -> str:
+    name = _users_file(frame.f_code.co_filename)
+    return f"{name}:{number} in {frame.f_code.co_name}" if name else ""
 
 
 @cache

@@ -183,10 +183,6 @@ class Proof(TwoKeys):
         stays = any(answer.content == last.content for answer in same)
         return self._checked(title, key, last, stays=stays)
 
-    def _attempt(self, key: str, *stops: int, again: bool = False) -> Attempt:
-        ask = partial(self._ask, key, again=again)
-        return Attempt(self._threads, ask, *stops, in_transactions=self._in_transactions)
-
     def _lock_expires(self, one: Attempt, first: int) -> bool:
         """Let the first attempt reach its boundary, and let the lock of the attempt expire there or
         before. Return whether the attempt had a lock."""

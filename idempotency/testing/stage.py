@@ -66,13 +66,8 @@ class Stage:
         again: Send | None = None,
     ) -> None:
         self._again = again or send
-        self._send, self._effects, self._reset, self._state, self._ignore = (
-            send,
-            effects,
-            reset,
-            state,
-            set(ignore),
-        )
+        self._send, self._effects = send, effects
+        self._reset, self._state, self._ignore = reset, state, set(ignore)
         self._first_effects = list(effects) if isinstance(effects, list) else []
         #: The results of ``key.derive()`` in this course of events.
         self._derived: set[str] = set()

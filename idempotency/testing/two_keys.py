@@ -50,6 +50,10 @@ class TwoKeys(Undisturbed):
             place for place in places if may_be_held(place, in_transactions=self._in_transactions)
         ]
 
+    def _attempt(self, key: str, *stops: int, again: bool = False) -> Attempt:
+        ask = partial(self._ask, key, again=again)
+        return Attempt(self._threads, ask, *stops, in_transactions=self._in_transactions)
+
     @cached_property
     def _consecutive(self) -> tuple[Leaves, int, set[Path]]:
         """The result of two consecutive requests, the number of refusals, and the random paths.
@@ -68,15 +72,7 @@ class TwoKeys(Undisturbed):
     def _with_two_keys(self, stop: int, title: str) -> Failure | None:
         expected, refused, random = self._consecutive
         keys = self._fresh(), str(uuid.uuid4())
-        one, other = (
-            Attempt(
-                self._threads,
-                partial(self._ask, key),
-                *stops,
-                in_transactions=self._in_transactions,
-            )
-            for key, stops in zip(keys, ((stop,), ()), strict=True)
-        )
+        one, other = self._attempt(keys[0], stop), self._attempt(keys[1])
         for attempt in (one, other):
             attempt.start()
             attempt.settle()
