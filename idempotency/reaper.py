@@ -12,7 +12,7 @@ from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from django.db.utils import Error, IntegrityError, InterfaceError, OperationalEr
 
 from idempotency._abandonment import settle
 from idempotency._engine.aliases import fields_elsewhere
-from idempotency._engine.errors import sqlstate_of
+from idempotency._engine.errors import missing_migration, sqlstate_of
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import durable_transaction
 from idempotency._groups import delete_unused_groups
@@ -47,8 +47,8 @@ BULK_WORK_RETENTION = timedelta(days=8)
 RESTS_FOR_A_BATCH = 19
 #: The SQLSTATEs of a missing table and of a missing column.
 _MISSING = ("42P01", "42703")
-#: The message of SQLite for a missing table.
-_NO_TABLE = "no such table"
+#: The refusal of each key, because rows of a foreign key are in another database.
+_ELSEWHERE = "rows elsewhere"
 #: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``. They may concern single keys, for
 #: which a trigger is slow, or every key, while a table is locked.
 _TIME_LIMITS = ("55P03", "57014")
@@ -159,24 +159,24 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
 
 
 def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
-    last, keys = None, IdempotencyKey.objects.using(alias).expired()
     refusals: Counter[object] = Counter()
-    while page := _page(keys, last, batch_size, by="expires_at"):
-        last = page[-1]
+    expired = IdempotencyKey.objects.using(alias).expired()
+    for page in _pages(expired, batch_size, by="expires_at"):
         refusals[_TIME_LIMITS] = 0
-        counts = _delete([pk for _, pk in page], refusals, alias)
+        counts = _delete(page, refusals, alias)
         yield counts
-        if refusals[_MISSING] or (not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS):
+        if refusals[_ELSEWHERE] or (
+            not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS
+        ):
             # A table seems to be locked, or is in another database. The other batches would fail
             # too.
             return
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
-    last, overdue = None, IdempotencyKey.objects.using(alias).overdue()
-    while page := _page(overdue, last, batch_size):
-        last = page[-1]
-        for _, pk in page:
+    overdue = IdempotencyKey.objects.using(alias).overdue()
+    for page in _pages(overdue, batch_size, by="created_at"):
+        for pk in page:
             # It may have been handed back meanwhile.
             if overdue.filter(pk=pk).exists() and (settled := settle(pk, using=alias)) is not None:
                 yield {"settled" if settled else "stuck": 1}
@@ -197,27 +197,24 @@ def _reap_messages(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
 
 def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
     """Delete the failed jobs that took effect later, for example because no worker ran for days."""
-    last, failed = None, StagedJob.objects.using(alias).filter(failed_at__isnull=False)
-    while page := _page(failed, last, batch_size, by="failed_at"):
-        last = page[-1]
-        if done := took_effect(STAGED_JOBS, [str(pk) for _, pk in page], using=alias):
+    failed = StagedJob.objects.using(alias).filter(failed_at__isnull=False)
+    for page in _pages(failed, batch_size, by="failed_at"):
+        if done := took_effect(STAGED_JOBS, list(map(str, page)), using=alias):
             failed.filter(pk__in=done).delete()
             text = "%d staged jobs that had failed took effect later, and are deleted"
             logger.info(text, len(done))
         yield {}
 
 
-def _page(
-    rows: QuerySet[Any], last: tuple[datetime, Any] | None, size: int, by: str = "created_at"
-) -> list[Any]:
-    """Return the time and the primary key of the next ``size`` rows in the order of the index. A
-    row that was skipped is not returned again."""
-    if last is not None:
-        at, pk = last
-        rows = rows.filter(
-            Q(**{f"{by}__gt": at}) | Q(**{by: at, "pk__gt": pk}), **{f"{by}__gte": at}
-        )
-    return list(rows.order_by(by, "pk").values_list(by, "pk")[:size])
+def _pages(rows: QuerySet[Any], size: int, by: str) -> Iterator[list[Any]]:
+    """Yield the primary keys of ``rows``, ``size`` at a time, in the order of the index of the time
+    ``by``. A row that was skipped does not come again."""
+    later = rows
+    while page := list(later.order_by(by, "pk").values_list(by, "pk")[:size]):
+        yield [pk for _, pk in page]
+        at, last = page[-1]
+        behind = Q(**{f"{by}__gt": at}) | Q(**{by: at, "pk__gt": last})
+        later = rows.filter(behind, **{f"{by}__gte": at})
 
 
 def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[str]:
@@ -244,7 +241,7 @@ def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[st
         if committed or not locked:
             raise
         if _concerns_rows_elsewhere(error, alias):
-            refusals[_MISSING] += 1
+            refusals[_ELSEWHERE] += 1
             return Counter(protected=len(pks))
         if _concerns_all(error):
             raise
@@ -262,10 +259,8 @@ def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[st
 def _concerns_rows_elsewhere(error: BaseException, alias: str) -> bool:
     """Return whether the deletion failed because the router keeps the rows of a table in another
     database, and the table is missing here. If so, log it."""
-    missing = isinstance(error, Error) and (
-        _sqlstate(error) in _MISSING or str(error).startswith(_NO_TABLE)
-    )
-    fields = fields_elsewhere(alias) if missing else []
+    is_missing = isinstance(error, Error) and missing_migration(error, alias) is not None
+    fields = fields_elsewhere(alias) if is_missing else []
     if fields:
         logger.warning(
             "no key can be deleted from the database %r, because the rows of %s are in another"
