@@ -43,6 +43,19 @@ def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:
     return cut(f"{line.rstrip()} …" if more else line, length)
 
 
+def refuse_text(what: str, value: object, column: Any) -> None:
+    """Raise ValueError unless ``value`` is a text that fits the column. The message does not quote
+    the value, which may be the message of a sender."""
+    width = column.max_length
+    if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
+        shown = f"a {type(value).__name__}"
+        if isinstance(value, str):
+            shown = f"one of {len(value)} characters"
+        raise ValueError(
+            f"{what} must be a string of 1 to {width} characters without NUL, not {shown}."
+        )
+
+
 def storable_json(value: Any, encoder: json.JSONEncoder = _ENCODER) -> bytes:
     """Return the JSON of a value. The ``encoder`` must refuse NaN, and leave texts as they are.
 

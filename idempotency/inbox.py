@@ -30,6 +30,7 @@ from idempotency._engine.errors import has_ended
 from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import MARKER
+from idempotency._text import refuse_text
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage, StagedJob
 
@@ -72,19 +73,8 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     Raises RuntimeError if autocommit is off.
     Raises ValueError if the source or the id cannot be stored.
     """
-    columns = ProcessedMessage._meta
-    widths = (
-        columns.get_field("source").max_length or 0,
-        columns.get_field("message_id").max_length or 0,
-    )
-    for name, value, width in zip(
-        ("source", "message_id"), (source, message_id), widths, strict=True
-    ):
-        if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
-            raise ValueError(
-                f"The {name} of a message must be a string of 1 to {width} characters without NUL,"
-                f" not {_described(value)}."
-            )
+    for name, value in (("source", source), ("message_id", message_id)):
+        refuse_text(f"The {name} of a message", value, ProcessedMessage._meta.get_field(name))
     alias = using or router.db_for_write(ProcessedMessage)
     require_autocommit(alias)
     own = not connections[alias].in_atomic_block
@@ -106,13 +96,6 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         yield first
         if first:
             _refuse_broken_transaction(connections[alias], marker)
-
-
-def _described(value: object) -> str:
-    """Describe an invalid value without quoting it: it may be the message itself."""
-    return (
-        f"one of {len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"
-    )
 
 
 def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:

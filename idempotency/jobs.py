@@ -26,7 +26,7 @@ from idempotency._engine.phased_run import current_key
 from idempotency._groups import next_position
 from idempotency._hidden import Arguments, Hidden
 from idempotency._records import STAGED_OPERATION
-from idempotency._text import error_text, storable_json
+from idempotency._text import error_text, refuse_text, storable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
 from idempotency.models import StagedJob
 
@@ -68,9 +68,9 @@ def stage_job(
     this function.
     """
     _refuse_path(name)
-    _refuse_label("queue", queue)
+    refuse_text("The name of a queue", queue, StagedJob._meta.get_field("queue"))
     if group is not None:
-        _refuse_label("group", group)
+        refuse_text("The name of a group", group, StagedJob._meta.get_field("group"))
     given: Hidden[JobArgs] = Hidden({} if args is None else args)
     # Errors are raised, and code of the project runs below: modules, and receivers of signals.
     del args
@@ -258,14 +258,6 @@ def _refuse_path(name: str) -> None:
         raise ValueError(
             "The name of a job must be the dotted path of its function, such as"
             f" 'shop.jobs.send_receipt', with at most {width} characters, not {name!r}."
-        )
-
-
-def _refuse_label(field: str, name: str) -> None:
-    width = getattr(StagedJob._meta.get_field(field), "max_length", 0)
-    if not isinstance(name, str) or not 0 < len(name) <= width or "\0" in name:
-        raise ValueError(
-            f"The name of a {field} must be a string of 1 to {width} characters, not {name!r}."
         )
 
 

@@ -74,33 +74,29 @@ class PassCommand(BaseCommand):
         given["using"] = using = database_of(options, self.model)
         refuse_second_alias(name, using)
 
-        def say(counts: Any) -> None:
+        def say(text: str) -> None:
             if options["verbosity"]:
-                words = self.would_be(counts) if options["dry_run"] else in_words(counts)
-                self.stdout.write(f"{name}: {words}")
+                self.stdout.write(f"{name}: {text}")
                 self.stdout.flush()
 
-        stop = StopSignal()
+        words = self.would_be if options["dry_run"] else in_words
+        stop, interval = StopSignal(), options["interval"]
         with stop.installed():
             if options["loop"]:
                 run_pass, threads = self.pass_of_loop(given)
-                if options["verbosity"]:
-                    self.stdout.write(
-                        f"{name}: database {using!r}, a pass every {options['interval']:g} s"
-                    )
-                    self.stdout.flush()
+                say(f"database {using!r}, a pass every {interval:g} s")
                 Loop(
                     name,
                     run_pass,
-                    interval=options["interval"],
+                    interval=interval,
                     stop=stop,
-                    say=say,
+                    say=lambda counts: say(words(counts)),
                     using=using,
                     threads=threads,
                 ).run()
                 return
             with exit_1_explained(name, using):
-                say(self.run_pass(stop=stop.requested, **given))
+                say(words(self.run_pass(stop=stop.requested, **given)))
 
     def would_be(self, counts: Any) -> str:
         """Return the counts of a dry run as text."""
