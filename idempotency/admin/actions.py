@@ -21,7 +21,7 @@ from idempotency import interventions
 from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._operations.definition import METHOD
 from idempotency._states import KeyState
-from idempotency.admin.answering import AnswerFields
+from idempotency.admin.answering import AnswerFields, ConfirmationForm
 from idempotency.admin.operations import OperationAnswerFields
 from idempotency.admin.stuck_codes import LAST_CALL
 from idempotency.exceptions import NotReplicated, StuckCode
@@ -38,32 +38,10 @@ TOO_LATE = _(
 )
 
 
-def note_field() -> forms.CharField:
-    """Return the field for the note, which each form that changes a row contains."""
-    help_text = _("For the history: what you found, or the number of a ticket.")
-    return forms.CharField(
-        label=_("Note"),
-        max_length=150,
-        required=False,
-        help_text=help_text,
-        widget=forms.TextInput(attrs={"size": 60}),
-    )
-
-
-class PressForm(forms.Form):
+class PressForm(ConfirmationForm):
     """The data that every button sends: the digest of the key that the page showed, and a note."""
 
     seen = forms.CharField(widget=forms.HiddenInput)
-    note = note_field()
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Put the note below the fields of a subclass."""
-        super().__init__(*args, **kwargs)
-        self.fields["note"] = self.fields.pop("note")
-
-    def asks_again(self) -> bool:
-        """Return whether the person must still confirm the data."""
-        return False
 
 
 class AnswerForm(AnswerFields, PressForm):

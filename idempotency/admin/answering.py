@@ -40,7 +40,31 @@ class Preview:
     notes: list[str]
 
 
-class PreviewedForm(forms.Form):
+class ConfirmationForm(forms.Form):
+    """The form of a confirmation, with the note of the person below its other fields."""
+
+    note = forms.CharField(
+        label=_("Note"),
+        max_length=150,
+        required=False,
+        help_text=_("For the history: what you found, or the number of a ticket."),
+        widget=forms.TextInput(attrs={"size": 60}),
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["note"] = self.fields.pop("note")
+
+    def asks_again(self) -> bool:
+        """Return whether the person must still confirm the data."""
+        return False
+
+    def answer(self) -> dict[str, Any] | None:
+        """Return the fields of the answer, which bulk work stores; None for another action."""
+        return None
+
+
+class PreviewedForm(ConfirmationForm):
     """A form whose answer the person confirms in a preview before it is stored. A subclass cleans
     it to ``response``, and to ``told``, its text for the admin log."""
 
@@ -48,19 +72,16 @@ class PreviewedForm(forms.Form):
         """Return whether the person has not confirmed a preview of exactly this answer."""
         return self.data.get("step") != "store" or self.data.get("previewed") != self.digest()
 
-    def preview(self, template: IdempotencyKey | None = None) -> Preview | None:
-        """Return the preview; None if the form is not sent or not valid, or if the person wants to
-        edit the answer."""
-        if not self.is_bound or not self.is_valid() or self.data.get("step") == "edit":
-            return None
-        return self.shown(template)
+    def is_previewed(self) -> bool:
+        """Return whether the form was sent and is valid, and the person does not want to edit the
+        answer."""
+        return self.is_valid() and self.data.get("step") != "edit"
 
     def shown(self, template: IdempotencyKey | None) -> Preview:
         """Return the preview of a valid form."""
         raise NotImplementedError
 
-    def answer(self) -> dict[str, Any]:
-        """Return the fields of the answer, which bulk work stores."""
+    def answer(self) -> dict[str, Any] | None:
         return {name: self.cleaned_data[name] for name in _NAMES if name in self.cleaned_data}
 
     def digest(self) -> str:

@@ -10,7 +10,7 @@ from idempotency import conf
 from idempotency._bulk_answers import PROJECT, NoAnswer, stored_answer
 from idempotency._engine.fence import StoredResponse
 from idempotency._operations.definition import METHOD, work_line
-from idempotency.admin.answering import AnswerFields, Preview, PreviewedForm
+from idempotency.admin.answering import AnswerFields, PreviewedForm
 from idempotency.admin.bulk import Group
 from idempotency.admin.bulk_keys import UNLOCKED, KeyAction
 from idempotency.admin.bulk_pages import BulkForm
@@ -25,9 +25,8 @@ class _BulkAnswerForm(PreviewedForm, BulkForm):
     ANSWER_FOR_KEY, a function of the project may answer instead."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Put the note last, and offer the function of the project."""
+        """Offer the function of the project."""
         super().__init__(*args, **kwargs)
-        self.fields["note"] = self.fields.pop("note")
         if conf.get().ANSWER_FOR_KEY is not None:
             kind: Any = self.fields["kind"]
             kind.choices = [*kind.choices, (PROJECT, _("what ANSWER_FOR_KEY returns"))]
@@ -43,9 +42,6 @@ class _BulkAnswerForm(PreviewedForm, BulkForm):
             return super().clean() or {}
         self.cleaned_data["told"] = "the answer of the project"
         return self.cleaned_data
-
-    def shown(self, template: IdempotencyKey | None) -> Preview:
-        return Preview("", [], "", [])
 
 
 class RequestsForm(_BulkAnswerForm, AnswerFields):

@@ -30,7 +30,8 @@ from idempotency import _bulk_work
 from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency._text import Grouped
-from idempotency.admin.actions import note_field, noted, username
+from idempotency.admin.actions import noted, username
+from idempotency.admin.answering import ConfirmationForm
 from idempotency.admin.bodies import log_looks, may_view_bodies
 from idempotency.admin.bulk import BulkAction, Confirmation, Group, report
 from idempotency.admin.filters import AS_OF
@@ -45,23 +46,14 @@ IDS = "ids"
 MAX_SAMPLE = 20
 
 
-class BulkForm(forms.Form):
+class BulkForm(ConfirmationForm):
     """The form of the confirmation."""
 
-    note = note_field()
     work = forms.CharField(widget=forms.HiddenInput)
 
     def __init__(self, action: BulkAction, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.action = action
-
-    def asks_again(self) -> bool:
-        """Return whether the person must still confirm the data."""
-        return False
-
-    def answer(self) -> dict[str, Any] | None:
-        """Return the answer to store for each key, if that is the action."""
-        return None
 
     def clean_work(self) -> Confirmation:
         """Return what was confirmed; raise ValidationError if this site has not signed it."""
@@ -157,7 +149,7 @@ class BulkAdmin(ReadOnlyAdmin):
 
     def _preview(self, request: HttpRequest, action: Any, rows: Any, form: Any) -> list[Any]:
         """Return the answers of the first keys; an empty list if the person wants to edit."""
-        if not form.is_valid() or form.preview() is None:
+        if not form.is_previewed():
             return []
         keys = list(action.chosen(rows, form.cleaned_data["work"].read_at)[:MAX_SAMPLE])
         if may_view_bodies(request):

@@ -1,6 +1,5 @@
 """Texts on the page of a key, in addition to its fields: its state and its next step."""
 
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -44,11 +43,6 @@ def _age(key: Any) -> float:
     return max(0.0, float((key.read_at - since(key)).total_seconds()))
 
 
-def for_how_long(key: Any) -> str:
-    """Return the time since ``since(key)`` as text, such as ``9 min``."""
-    return duration(_age(key))
-
-
 def heading(key: Any) -> str:
     """Return the state of the key in a few words, with its age and the stuck code, or with the
     stored status."""
@@ -63,7 +57,7 @@ def heading(key: Any) -> str:
 
 def short_state(key: Any) -> str:
     """Return the state of the key and its age, for a cell of a table: ``stuck for 9 min``."""
-    told = {"state": KeyState(key.state).label, "duration": for_how_long(key)}
+    told = {"state": KeyState(key.state).label, "duration": duration(_age(key))}
     is_event = key.state in (KeyState.FINISHED, KeyState.REFUSED, KeyState.ACKNOWLEDGED)
     return (_("%(state)s %(duration)s ago") if is_event else _("%(state)s for %(duration)s")) % told
 
@@ -122,22 +116,15 @@ def best_action(key: Any) -> str:
     return "complete"
 
 
-@dataclass(frozen=True, slots=True)
-class LastCall:
-    """A call with a downstream key (``key.call()``) after which no phase was committed."""
-
-    name: str
-    seconds_ago: float
-
-
-def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
-    """Return the last ``key.call()`` since the last committed phase; None without one, or if the
-    key is finished."""
+def last_call(key: Any) -> dict[str, str] | None:
+    """Return the name and the age of the last ``key.call()`` after which no phase was committed;
+    None without one, or if the key is finished."""
     for event in reversed(history_of(key)) if key.finished_at is None else ():
         if event.name == HistoryEvent.RECOVERY_POINT:
             break
         if event.name == HistoryEvent.CALL_BEGUN and event.at is not None:
-            return LastCall(event.detail, max(0.0, (aware(now) - event.at).total_seconds()))
+            seconds = (aware(key.read_at) - event.at).total_seconds()
+            return {"name": event.detail, "ago": ago(seconds)}
     return None
 
 
@@ -238,7 +225,7 @@ def facts(key: Any) -> dict[str, Any]:
         "state_line": state_line(key),
         **_last_error(key),
         "stuck_code": STUCK_CODES.get(key.stuck_code),
-        "last_call": last_call(key, key.read_at),
+        "last_call": last_call(key),
         "next_step": next_step(key, has_view=key.declared is not None),
     }
 

@@ -102,7 +102,7 @@ class KeyPageAdmin(KeyFieldsAdmin):
         key: Any = super().get_object(request, object_id, from_field)
         if key is not None:
             key.with_bodies = may_view_bodies(request)
-            key.declared = recovery_points.DeclaredPoints().of(key)
+            key.declared = recovery_points.declared_points(key)
             users = get_user_model()._default_manager.filter(pk=key.user_id)
             key.sent_by = users.first() if key.user_id else None
             if key.finished_at is not None:
@@ -164,8 +164,8 @@ class KeyPageAdmin(KeyFieldsAdmin):
         body = self.arguments_shown if key.request_method == METHOD else self.request_shown
         if key.with_bodies:
             log_looks(request, [key, *([question["template"]] if question["filled"] else ())])
-        if isinstance(form, answering.PreviewedForm):
-            preview = form.preview(question["template"])
+        if isinstance(form, answering.PreviewedForm) and form.is_previewed():
+            preview = form.shown(question["template"])
         shown = {
             "key": key,
             "request_line": self.request(key),

@@ -143,12 +143,13 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         """Return the list, whose keys have their declared recovery points and senders. All senders
         take one query."""
         changelist = super().get_changelist_instance(request)
-        keys, points = list(changelist.result_list), recovery_points.DeclaredPoints()
+        keys = list(changelist.result_list)
         users = get_user_model()._default_manager.in_bulk(
             {key.user_id for key in keys if key.user_id is not None}
         )
         for key in keys:
-            key.declared, key.sent_by = points.of(key), users.get(key.user_id)
+            key.declared = recovery_points.declared_points(key)
+            key.sent_by = users.get(key.user_id)
         changelist.result_list = keys
         return changelist
 

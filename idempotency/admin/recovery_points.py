@@ -6,31 +6,19 @@ from datetime import datetime
 
 from idempotency._engine.history import HistoryEvent
 from idempotency._http.routes import options_for
-from idempotency._http.stored_request import urlconf_of
 from idempotency._operations.definition import METHOD, find
 from idempotency.admin.history import history_of, is_whole
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
 
-class DeclaredPoints:
-    """The recovery points that views and operations declare. One page looks up each of them only
-    once."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], tuple[str, ...] | None] = {}
-
-    def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
-        """Return the recovery points of the view or the operation: empty if it is plain, None if
-        the running code does not have it."""
-        if key.request_method == METHOD:
-            if (operation := find(key.request_path)) is None:
-                return None
-            return operation.steps.points if operation.steps.is_phased else ()
-        place = key.request_path.partition("?")[0], key.request_method, urlconf_of(key) or ""
-        if place not in self._found:
-            options = options_for(key)
-            self._found[place] = options.every_point() if options else None
-        return self._found[place]
+def declared_points(key: IdempotencyKey) -> tuple[str, ...] | None:
+    """Return the recovery points of the view or the operation of a key: empty if it is plain, None
+    if the running code does not have it."""
+    if key.request_method != METHOD:
+        return options.every_point() if (options := options_for(key)) else None
+    if (operation := find(key.request_path)) is None:
+        return None
+    return operation.steps.points if operation.steps.is_phased else ()
 
 
 def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:

@@ -158,7 +158,7 @@ def test_an_unfinished_operation_shows_its_points_its_calls_and_its_state(
         ("booked", "here"),
         ("finished", "ahead"),
     ]
-    assert shown.context["last_call"].name == "transfer"
+    assert shown.context["last_call"]["name"] == "transfer"
     assert "transfer" in str(shown.context["timeline"])
     assert "A retry continues it at once." in shown.context["next_step"]
     assert "running code" not in shown.context["next_step"]
