@@ -100,7 +100,7 @@ class StagedJobAdmin(BulkAdmin):
         "label",
         "arguments",
         "queue",
-        "group_link",
+        "group",
         "group_position",
         "state",
         "hand_overs",
