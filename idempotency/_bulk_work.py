@@ -50,11 +50,6 @@ CHANGED = gettext_noop("changed after the confirmation was shown")
 JOB_CHANGED = gettext_noop("running now, or changed after the confirmation was shown")
 FAILED = gettext_noop("refused by the database: see the log")
 
-_OF_KEYS: dict[str, Callable[[decisions.Decision], bool]] = {
-    "hand_back": decisions.hand_back,
-    "acknowledge": decisions.acknowledge,
-    "unacknowledge": decisions.unacknowledge,
-}
 _OF_JOBS: dict[str, Callable[..., int]] = {
     "retry": interventions.retry_jobs,
     "discard": interventions.discard_jobs,
@@ -280,7 +275,7 @@ def _act(work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str)
     if isinstance(answer, StoredResponse):
         if decisions.answer(decision, answer, calls=row.calls):
             return ""
-    elif _OF_KEYS[work.action](decision):
+    elif decisions.decide(work.action, decision):
         return ""
     return _why_not(row, alias)
 

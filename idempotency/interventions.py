@@ -53,7 +53,7 @@ def release_lock(
     nothing more for the key, but its calls to other services continue. The lock thus ends as if it
     had expired early.
     """
-    return decisions.release_lock(Decision(pk, seen, at, by, note, _alias(using)))
+    return decisions.decide("release_lock", Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def hand_back(
@@ -73,7 +73,7 @@ def hand_back(
     was begun. A key whose ``on_abandon`` was begun can only be answered, because ``on_abandon`` may
     have undone its work.
     """
-    return decisions.hand_back(Decision(pk, seen, at, by, note, _alias(using)))
+    return decisions.decide("hand_back", Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def complete_now(
@@ -169,7 +169,7 @@ def acknowledge(
     before, and the reaper does not delete it. The key is in ``QuerySet.acknowledged()``. If it
     becomes stuck again, it is back on the list.
     """
-    return decisions.acknowledge(Decision(pk, seen, at, by, note, _alias(using)))
+    return decisions.decide("acknowledge", Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def unacknowledge(
@@ -186,7 +186,7 @@ def unacknowledge(
     On return the stuck key is back on the list of keys that require intervention. Nothing else
     changes.
     """
-    return decisions.unacknowledge(Decision(pk, seen, at, by, note, _alias(using)))
+    return decisions.decide("unacknowledge", Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:

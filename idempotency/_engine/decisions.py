@@ -106,18 +106,9 @@ def mark_hung(key: ClaimedKey, location: str, *, delay_seconds: float, using: st
     )
 
 
-def release_lock(decision: Decision) -> bool:
-    return _change(
-        decision,
-        "locked_until = NULL",
-        "k.locked_until IS NOT NULL",
-        event=HistoryEvent.LOCK_RELEASED,
-        detail=decision.signed,
-    )
-
-
-def hand_back(decision: Decision) -> bool:
-    return _change(decision, **CHANGES["hand_back"](decision.signed, decision.using))
+def decide(name: str, decision: Decision) -> bool:
+    """Change a key by the name of the decision; return whether it was changed."""
+    return _change(decision, **CHANGES[name](decision.signed, decision.using))
 
 
 def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -> bool:
@@ -134,12 +125,13 @@ def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -
     )
 
 
-def acknowledge(decision: Decision) -> bool:
-    return _change(decision, **CHANGES["acknowledge"](decision.signed, decision.using))
-
-
-def unacknowledge(decision: Decision) -> bool:
-    return _change(decision, **CHANGES["unacknowledge"](decision.signed, decision.using))
+def _release_lock(signed: str, using: str) -> dict[str, Any]:
+    return {
+        "changes": "locked_until = NULL",
+        "condition": "k.locked_until IS NOT NULL",
+        "event": HistoryEvent.LOCK_RELEASED,
+        "detail": signed,
+    }
 
 
 def _hand_back(signed: str, using: str) -> dict[str, Any]:
@@ -177,6 +169,7 @@ def _unacknowledge(signed: str, using: str) -> dict[str, Any]:
 
 #: The changes that are the same for each key, by the name of the decision.
 CHANGES: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "release_lock": _release_lock,
     "hand_back": _hand_back,
     "acknowledge": _acknowledge,
     "unacknowledge": _unacknowledge,

@@ -247,14 +247,14 @@ def test_a_key_that_a_run_claims_between_reading_and_writing_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client, (key,) = person(), stuck_keys(1)
-    sent = question(client, ACKNOWLEDGE)
+    sent, decide = question(client, ACKNOWLEDGE), decisions.decide
 
-    def late(decision: Any) -> bool:
+    def late(name: str, decision: Any) -> bool:
         IdempotencyKey.objects.update(claim_token=uuid4(), locked_until=lock_end())
-        return decisions.acknowledge(decision)
+        return decide(name, decision)
 
     monkeypatch.setattr(_bulk_work, "_changed_together", lambda *args: None)
-    monkeypatch.setitem(_bulk_work._OF_KEYS, "acknowledge", late)
+    monkeypatch.setattr(decisions, "decide", late)
     text, _ = work_to_the_end(client, ACKNOWLEDGE, sent)
     assert text.startswith("0 ")
     assert _bulk_work.RUNNING in text

@@ -155,13 +155,15 @@ def test_a_row_that_the_database_refuses_is_left_out_and_the_others_are_changed(
         together.append(1)
         raise IntegrityError
 
-    def refuse(decision: Any) -> bool:
+    decide = decisions.decide
+
+    def refuse(name: str, decision: Any) -> bool:
         if decision.pk == bad.pk:  # A CHECK refuses it.
             IdempotencyKey.objects.filter(pk=bad.pk).update(recovery_point="")
-        return decisions.hand_back(decision)
+        return decide(name, decision)
 
     monkeypatch.setattr(_bulk_work, "_changed_together", fail_together)
-    monkeypatch.setitem(_bulk_work._OF_KEYS, "hand_back", refuse)
+    monkeypatch.setattr(decisions, "decide", refuse)
     work = begin()
     work_off()
     assert together, "the chunk was tried in one statement first"
