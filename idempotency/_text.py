@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from datetime import timedelta
 from difflib import get_close_matches
 from logging import LogRecord
 from traceback import walk_tb
@@ -123,9 +124,10 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def duration(seconds: float) -> str:
-    """Return a duration with its unit: ``20 ms``, ``1.4 s`` (``1,4 s`` in German), ``45 s``, ``3
-    min``, ``2 h``, ``5 d``."""
+def duration(time: float | timedelta) -> str:
+    """Return a duration (seconds, if it is a number) with its unit: ``20 ms``, ``1.4 s`` (``1,4 s``
+    in German), ``45 s``, ``3 min``, ``2 h``, ``5 d``. A negative one counts as 0."""
+    seconds = max(0.0, time.total_seconds() if isinstance(time, timedelta) else time)
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:

@@ -178,17 +178,13 @@ def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now
     if processed_at is not None:
         return gettext("took effect at %(time)s") % {"time": written(processed_at)}
     if job.failed_at is not None:
-        return gettext("failed %(ago)s: %(error)s") % {
-            "ago": _ago(job.failed_at, now),
-            "error": error,
-        }
+        told = {"ago": ago(now - job.failed_at), "error": error}
+        return gettext("failed %(ago)s: %(error)s") % told
     if not job.hand_overs and job.run_at > now:
-        return gettext("due in %(duration)s") % {
-            "duration": duration((job.run_at - now).total_seconds())
-        }
+        return gettext("due in %(duration)s") % {"duration": duration(job.run_at - now)}
     state = gettext("handed over, no effect yet")
     if not job.hand_overs:
-        state = gettext("waiting, due %(ago)s") % {"ago": _ago(job.run_at, now)}
+        state = gettext("waiting, due %(ago)s") % {"ago": ago(now - job.run_at)}
     if not job.refusals:
         return state
     refused = ngettext(
@@ -212,12 +208,8 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
         text = gettext("begun %(ago)s, result %(result)s")
         if unknown:
             text = gettext("begun %(ago)s, result unknown")
-        state = text % {"ago": _ago(call.started_at, key.read_at), "result": result}
+        state = text % {"ago": ago(key.read_at - call.started_at), "result": result}
         rows.append(
             Row(call.name, admin_url(site, request, DownstreamCall, call.pk), state, unknown)
         )
     return Linked(gettext("downstream call"), rows, more=len(calls) > MAX_LINKED)
-
-
-def _ago(at: datetime, now: datetime) -> str:
-    return ago((now - at).total_seconds())

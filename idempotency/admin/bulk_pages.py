@@ -91,9 +91,7 @@ class BulkAdmin(ReadOnlyAdmin):
             for action in allowed
         }
 
-    def changelist_view(
-        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """Show the list, and name the actions that the person may not use, with the permissions
         that they require."""
         return super().changelist_view(

@@ -155,15 +155,13 @@ class StagedJobAdmin(BulkAdmin):
         """Return whether the job has failed, is held by its group, is due or is not due yet, and
         the time since or until then."""
         if job.failed_at is not None:
-            return gettext("failed %(ago)s") % {
-                "ago": ago((job.read_at - job.failed_at).total_seconds())
-            }
+            return gettext("failed %(ago)s") % {"ago": ago(job.read_at - job.failed_at)}
         if job.held:
             return gettext("waits for an earlier job of its group")
-        waited = (job.read_at - job.run_at).total_seconds()
-        if waited < 0:
-            return gettext("due in %(duration)s") % {"duration": duration(-waited)}
-        return gettext("waiting for %(duration)s") % {"duration": duration(waited)}
+        if job.run_at > job.read_at:
+            return gettext("due in %(duration)s") % {"duration": duration(job.run_at - job.read_at)}
+        waited = duration(job.read_at - job.run_at)
+        return gettext("waiting for %(duration)s") % {"duration": waited}
 
     @admin.display(description=_("key"))
     def key(self, job: StagedJob) -> str:
@@ -171,11 +169,9 @@ class StagedJobAdmin(BulkAdmin):
         such key."""
         return "" if job.idempotency_key_id is None else self.key_link(job.idempotency_key_id)
 
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: str | None = None
-    ) -> Any:
+    def get_object(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         """Return the job for its page."""
-        job: Any = super().get_object(request, object_id, from_field)
+        job: Any = super().get_object(request, *args, **kwargs)
         if job is not None:
             job.with_bodies = may_view_bodies(request)
         return job

@@ -39,10 +39,6 @@ def since(key: Any) -> datetime:
     return found
 
 
-def _age(key: Any) -> float:
-    return max(0.0, float((key.read_at - since(key)).total_seconds()))
-
-
 def heading(key: Any) -> str:
     """Return the state of the key in a few words, with its age and the stuck code, or with the
     stored status."""
@@ -57,7 +53,7 @@ def heading(key: Any) -> str:
 
 def short_state(key: Any) -> str:
     """Return the state of the key and its age, for a cell of a table: ``stuck for 9 min``."""
-    told = {"state": KeyState(key.state).label, "duration": duration(_age(key))}
+    told = {"state": KeyState(key.state).label, "duration": duration(key.read_at - since(key))}
     is_event = key.state in (KeyState.FINISHED, KeyState.REFUSED, KeyState.ACKNOWLEDGED)
     return (_("%(state)s %(duration)s ago") if is_event else _("%(state)s for %(duration)s")) % told
 
@@ -68,7 +64,7 @@ def state_line(key: Any) -> str:
     runs = npgettext(
         '"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", number
     ) % {"count": number}
-    told = {"place": progress(key, key.declared), "ago": ago(_age(key))}
+    told = {"place": progress(key, key.declared), "ago": ago(key.read_at - since(key))}
     told |= {"number": number, "runs": runs}
     match key.state:
         case KeyState.FINISHED:
@@ -76,7 +72,7 @@ def state_line(key: Any) -> str:
             if events and events[-1].name == HistoryEvent.ANSWERED:
                 told["detail"] = events[-1].detail
                 return _("A person answered it %(ago)s (%(detail)s), after %(runs)s.") % told
-            told["duration"] = duration((key.finished_at - key.created_at).total_seconds())
+            told["duration"] = duration(key.finished_at - key.created_at)
             text = _("It was finished %(ago)s, %(duration)s after its creation, in %(runs)s.")
         case KeyState.REFUSED:
             text = _(
@@ -123,8 +119,7 @@ def last_call(key: Any) -> dict[str, str] | None:
         if event.name == HistoryEvent.RECOVERY_POINT:
             break
         if event.name == HistoryEvent.CALL_BEGUN and event.at is not None:
-            seconds = (aware(key.read_at) - event.at).total_seconds()
-            return {"name": event.detail, "ago": ago(seconds)}
+            return {"name": event.detail, "ago": ago(aware(key.read_at) - event.at)}
     return None
 
 
@@ -213,8 +208,8 @@ def _next_run(key: Any) -> str:
 def _moment(at: datetime, now: datetime) -> str:
     if at <= now:
         return _("%(time)s (now)") % {"time": written(at)}
-    pause = duration((at - now).total_seconds())
-    return _("%(time)s (in %(duration)s)") % {"time": written(at), "duration": pause}
+    told = {"time": written(at), "duration": duration(at - now)}
+    return _("%(time)s (in %(duration)s)") % told
 
 
 def facts(key: Any) -> dict[str, Any]:

@@ -115,10 +115,10 @@ class KeyTimeline:
     def _told(self, run: LoggedRun) -> str:
         """Return the duration of a run, and its ending."""
         if run.ending == LOST:
-            lasted = duration((run.last - run.begin).total_seconds())
+            lasted = duration(run.last - run.begin)
             return _("lost, last sign of life after %(duration)s") % {"duration": lasted}
         end = run.last if run.ending else self._now
-        lasted = duration((end - run.begin).total_seconds())
+        lasted = duration(end - run.begin)
         if not run.ending:
             return _("running for %(duration)s") % {"duration": lasted}
         ending = f"{lasted}, {event_label(run.ending)}"

@@ -94,12 +94,10 @@ class KeyPageAdmin(KeyFieldsAdmin):
         linked = belongings.belongings(key, self.admin_site, request, using=self._alias(key))
         return JsonResponse(copying.as_json(key, linked), json_dumps_params={"indent": 2})
 
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: str | None = None
-    ) -> Any:
+    def get_object(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         """Return the key with its declared recovery points and the user who sent it, for its
         page."""
-        key: Any = super().get_object(request, object_id, from_field)
+        key: Any = super().get_object(request, *args, **kwargs)
         if key is not None:
             key.with_bodies = may_view_bodies(request)
             key.declared = recovery_points.declared_points(key)

@@ -97,9 +97,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         """Return the order of the list: the oldest first for stuck keys, else the newest first."""
         return ("created_at", "pk") if request.GET.get("state") == "stuck" else ("-created_at",)
 
-    def changelist_view(
-        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """Show the list, with the saved views and the link to the CSV file of the listed keys."""
         csv_url = reverse(f"{self.admin_site.name}:idempotency_keys_csv")
         csv_url = f"{csv_url}?{request.GET.urlencode()}" if may_view_bodies(request) else ""
@@ -173,7 +171,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     @admin.display(description=_("age"), ordering="-created_at")
     def age(self, key: Any) -> str:
-        return duration((key.read_at - key.created_at).total_seconds())
+        return duration(key.read_at - key.created_at)
 
     @admin.display(description=_("stuck because, last error"))
     def trouble(self, key: Any) -> SafeString:

@@ -168,11 +168,9 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
         self._read_jobs(request, changelist.result_list)
         return changelist
 
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: str | None = None
-    ) -> Any:
+    def get_object(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         """Return the message with its job, for its page."""
-        message = super().get_object(request, object_id, from_field)
+        message = super().get_object(request, *args, **kwargs)
         self._read_jobs(request, [message] if message else [])
         return message
 

@@ -128,23 +128,19 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         several = [getattr(chosen, "parameter_names", ()) for chosen in self.list_filter]
         return lookup in one.union(*several)
 
-    def changelist_view(
-        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """Show the list; without the permission, show which permission is missing and which groups
         have it."""
         if not self.has_view_permission(request):
             return refused(self, request)
         return super().changelist_view(request, extra_context)
 
-    def change_view(
-        self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
+    def change_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         """Show a row; without the permission, show which permission is missing and which groups
         have it."""
         if not self.has_view_permission(request):
             return refused(self, request)
-        return super().change_view(request, object_id, *args, **kwargs)
+        return super().change_view(request, *args, **kwargs)
 
     def holds(self, request: HttpRequest, permission: str) -> bool:
         """Return whether the person has this permission of the app, and may view the rows."""

@@ -1,7 +1,7 @@
 """Template filters for times and durations in the admin."""
 
 import json
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from django import template
@@ -47,9 +47,9 @@ def as_json(value: Any) -> str:
 
 
 @register.filter
-def ago(seconds: float) -> str:
-    """Return a text such as ``3 min ago``; a negative number counts as 0."""
-    return gettext("%(duration)s ago") % {"duration": duration(max(0.0, seconds))}
+def ago(time: float | timedelta) -> str:
+    """Return a text such as ``3 min ago``; a negative time counts as 0."""
+    return gettext("%(duration)s ago") % {"duration": duration(time)}
 
 
 @register.filter
