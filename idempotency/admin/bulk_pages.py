@@ -125,13 +125,14 @@ class BulkAdmin(ReadOnlyAdmin):
         try:
             rows = self._matching(request, ids)
         except IncorrectLookupParameters:
-            return HttpResponseRedirect(self._list_url())
+            return HttpResponseRedirect(self.page_url("changelist"))
         form_class: type[BulkForm] = action.form_for(rows) or BulkForm
         form = form_class(action, request.POST or None)
         problem = action.problem(rows)
         if form.is_valid() and not problem and not form.asks_again():
             work = self._begin(request, action, rows, form)
-            return HttpResponseRedirect(self._work_url(request, work))
+            page = self.page_url("bulk_work", work.action, work.pk)
+            return HttpResponseRedirect(_with_filters(page, request))
         question = _question(action, rows, ids)
         context = self._context(request, action) | question
         context |= {"problem": problem, "with_bodies": may_view_bodies(request)}
@@ -206,12 +207,8 @@ class BulkAdmin(ReadOnlyAdmin):
         return action
 
     def _context(self, request: HttpRequest, action: BulkAction) -> dict[str, Any]:
-        return {"title": action.label, "action": action, "back": self._list_url(request)}
-
-    def _work_url(self, request: HttpRequest, work: BulkWork) -> str:
-        query = request.GET.copy()
-        query.pop(IDS, None)
-        return f"{self.page_url('bulk_work', work.action, work.pk)}?{query.urlencode()}"
+        back = _with_filters(self.page_url("changelist"), request)
+        return {"title": action.label, "action": action, "back": back}
 
     def _matching(self, request: HttpRequest, ids: str | None) -> QuerySet[Any]:
         """Return the rows with these ids; without ids, the rows that the filters and the search of
@@ -227,13 +224,12 @@ class BulkAdmin(ReadOnlyAdmin):
         found: QuerySet[Any] = admin.ModelAdmin.get_changelist_instance(self, request).queryset
         return found
 
-    def _list_url(self, request: HttpRequest | None = None) -> str:
-        """Return the URL of the list, with the filters of ``request``."""
-        url = self.page_url("changelist")
-        query = request.GET.copy() if request else None
-        if query:
-            query.pop(IDS, None)
-        return f"{url}?{query.urlencode()}" if query else url
+
+def _with_filters(url: str, request: HttpRequest) -> str:
+    """Return a URL with the filters of the list, without the ids of chosen rows."""
+    query = request.GET.copy()
+    query.pop(IDS, None)
+    return f"{url}?{query.urlencode()}" if query else url
 
 
 def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any) -> HttpResponse:

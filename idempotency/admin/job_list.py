@@ -75,43 +75,19 @@ class StagedJobAdmin(BulkAdmin):
     failed jobs."""
 
     list_display = (
-        "label",
-        "state",
-        "hand_overs",
-        "refusals",
-        "error_line",
-        "queue_link",
-        "group_link",
-        "key",
-    )
+        "label", "state", "hand_overs", "refusals", "error_line", "queue_link", "group_link", "key",
+    )  # fmt: skip
     list_filter = (
-        JobStateFilter,
-        DueFilter,
-        JobNameFilter,
-        QueueFilter,
-        GroupFilter,
-        JobErrorGroupFilter,
-    )
+        JobStateFilter, DueFilter, JobNameFilter, QueueFilter, GroupFilter, JobErrorGroupFilter,
+    )  # fmt: skip
     bulk = (Retry(), Discard())
     ordering = ("-id",)
     search_fields = ("id",)
     search_help_text = _("The id of a job, or the id of the row of its key.")
     fields = (
-        "label",
-        "arguments",
-        "queue",
-        "group",
-        "group_position",
-        "state",
-        "hand_overs",
-        "refusals",
-        "error",
-        "created_at",
-        "run_at",
-        "handed_over_at",
-        "failed_at",
-        "key",
-    )
+        "label", "arguments", "queue", "group", "group_position", "state", "hand_overs", "refusals",
+        "error", "created_at", "run_at", "handed_over_at", "failed_at", "key",
+    )  # fmt: skip
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the jobs, with the time of the database as ``read_at``, and with ``held``: whether

@@ -1,7 +1,7 @@
 """The fields on the page of one key."""
 
 import json
-from typing import Any, ClassVar
+from typing import Any
 
 from django.contrib import admin
 from django.http import HttpRequest
@@ -20,13 +20,23 @@ from idempotency.admin.operations import result_text
 from idempotency.admin.reading import ReadOnlyAdmin, encodable, preformatted, pretty
 from idempotency.models import IdempotencyKey
 
-_REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
     "created_at", "last_run_at", "locked_until", "finished_at", "expires_at", "refused_at",
     "stuck_at", "acknowledged_at", "handed_back_at", "next_run_at",
 )  # fmt: skip
-_REQUEST = ("request", "sender", "scope", "key_shown", "remote_addr", "trace")
-_CALL = ("operation", "sender", "scope", "key_shown", "trace")
+_SENDER = ("sender", "scope", "key_shown")
+#: The parts of the page that differ, each with its title and its fields.
+_OF_REQUEST: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (
+        _("Request"),
+        ("request", *_SENDER, "remote_addr", "trace", "request_headers_shown", "request_shown"),
+    ),
+    (_("Response"), ("response_code", "response_headers_shown", "response_shown")),
+)
+_OF_OPERATION: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (_("Operation"), ("operation", *_SENDER, "trace", "arguments_shown")),
+    (_("Result"), ("result_shown",)),
+)
 _RUNS = (*_TIMES, "attempts", "completer_attempts", "hangs")
 _EMPTY = ("", str(preformatted("")))
 
@@ -34,28 +44,13 @@ _EMPTY = ("", str(preformatted("")))
 class KeyFieldsAdmin(ReadOnlyAdmin):
     """The fields of a key. The key has ``with_bodies``: whether the person may view bodies."""
 
-    fieldsets: ClassVar[Any] = (
-        (None, {"fields": ("error_shown",)}),
-        (_("Request"), {"fields": (*_REQUEST, *_REQUEST_PARTS)}),
-        (_("Response"), {"fields": ("response_code", "response_headers_shown", "response_shown")}),
-        (_("Runs"), {"fields": _RUNS}),
-    )
-    operation_fieldsets: ClassVar[Any] = (
-        (None, {"fields": ("error_shown",)}),
-        (_("Operation"), {"fields": (*_CALL, "arguments_shown")}),
-        (_("Result"), {"fields": ("result_shown",)}),
-        (_("Runs"), {"fields": _RUNS}),
-    )
-
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Return the fields that have a value; the other fields are in a last, collapsed part.
         Times have seconds and a time zone."""
-        if obj is None:
-            return self.fieldsets
         kept, empty = [], []
-        is_operation = obj.request_method == METHOD
-        for title, options in self.operation_fieldsets if is_operation else self.fieldsets:
-            fields = [name for name in options["fields"] if name != "trace" or obj.traceparent]
+        parts = _OF_OPERATION if obj.request_method == METHOD else _OF_REQUEST
+        for title, names in ((None, ("error_shown",)), *parts, (_("Runs"), _RUNS)):
+            fields = [name for name in names if name != "trace" or obj.traceparent]
             if "error_shown" in fields and key_page.is_error_on_top(obj):
                 fields.remove("error_shown")
             full = [name for name in fields if self._has_value(name, obj)]
