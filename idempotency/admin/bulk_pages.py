@@ -36,7 +36,6 @@ from idempotency.admin.bodies import log_looks, may_view_bodies
 from idempotency.admin.bulk import BulkAction, Confirmation, Group, report
 from idempotency.admin.filters import AS_OF
 from idempotency.admin.reading import ReadOnlyAdmin
-from idempotency.admin.refusals import refused
 from idempotency.models import BulkWork
 
 #: The query parameter with the ids of chosen rows. Without it, the action applies to all rows that
@@ -118,7 +117,7 @@ class BulkAdmin(ReadOnlyAdmin):
         work, and leads to its page."""
         action = self._action(name)
         if not self.holds(request, action.permission):
-            return refused(self, request, action.permission)
+            return self.refused(request, action.permission)
         ids, sent = request.GET.get(IDS), BulkForm(action, request.POST or None)
         if sent.is_valid():
             setattr(request, AS_OF, sent.cleaned_data["work"].read_at)
@@ -159,7 +158,7 @@ class BulkAdmin(ReadOnlyAdmin):
         """Show the progress of a work. A POST stops it, resumes it, or does a part of it."""
         action, alias = self._action(name), router.db_for_write(self.model)
         if not self.holds(request, action.permission):
-            return refused(self, request, action.permission)
+            return self.refused(request, action.permission)
         works = BulkWork.objects.using(alias).filter(pk=pk, action=name)
         step, advanced = request.POST.get("step", ""), True
         if step in ("stop", "resume"):

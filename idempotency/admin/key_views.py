@@ -32,7 +32,6 @@ from idempotency.admin.key_fields import KeyFieldsAdmin
 from idempotency.admin.key_timeline import KeyTimeline
 from idempotency.admin.next_key import list_filters, next_url
 from idempotency.admin.reading import encodable
-from idempotency.admin.refusals import refused
 from idempotency.models import IdempotencyKey
 
 #: A longer method and path are cut in the title of the page.
@@ -86,7 +85,7 @@ class KeyPageAdmin(KeyFieldsAdmin):
     def json_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Return the key as JSON, without its secrets."""
         if not self.holds(request, PERMISSION):
-            return refused(self, request, PERMISSION)
+            return self.refused(request, PERMISSION)
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
@@ -117,7 +116,7 @@ class KeyPageAdmin(KeyFieldsAdmin):
         if button is None:
             raise Http404
         if not self.holds(request, button.permission):
-            return refused(self, request, button.permission)
+            return self.refused(request, button.permission)
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404

@@ -32,7 +32,6 @@ from idempotency.admin.key_views import KeyPageAdmin
 from idempotency.admin.next_key import AFTER, CHANGELIST_FILTERS, key_behind
 from idempotency.admin.operations import OperationFilter, status_word
 from idempotency.admin.reading import ReadOnlyAdmin, first_line_of, may_view
-from idempotency.admin.refusals import refused
 from idempotency.admin.search import HELP, search
 from idempotency.exceptions import StuckCode
 from idempotency.models import Dashboard, IdempotencyKey, StagedJob
@@ -110,7 +109,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     def csv_view(self, request: HttpRequest) -> HttpResponse:
         """Return a CSV file with the keys that the filters and the search of the query select."""
         if not self.holds(request, PERMISSION):
-            return refused(self, request, PERMISSION)
+            return self.refused(request, PERMISSION)
         log_export(request, self.model)
         try:
             return csv_of(admin.ModelAdmin.get_changelist_instance(self, request).queryset)
@@ -121,7 +120,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         """Redirect to the page of the next key that the filters and the search of the query select:
         the first one, or the one behind the key ``after``."""
         if not self.has_view_permission(request):
-            return refused(self, request)
+            return self.refused(request)
         query = request.GET.copy()
         query.pop(PAGE_VAR, None)
         after = row_id(query.pop(AFTER, [""])[-1]) or 0
@@ -191,7 +190,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show the dashboard to people who may view keys or jobs."""
         if not any(may_view(self.admin_site, request, rows) for rows in DASHBOARD_MODELS):
-            return refused(self, request)
+            return self.refused(request)
         title = {"title": gettext("Idempotency dashboard")}
         return self.page(request, "dashboard", title | dashboard.numbers(request, self))
 

@@ -10,6 +10,7 @@ from django.contrib import admin
 from django.contrib.admin import AdminSite
 from django.contrib.admin.views.main import PAGE_VAR
 from django.contrib.auth import get_permission_codename
+from django.contrib.auth.models import Permission
 from django.core.paginator import Paginator
 from django.db.models import DateTimeField, Model, QuerySet
 from django.http import HttpRequest, HttpResponse
@@ -18,11 +19,10 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.functional import cached_property
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext, gettext_noop, ngettext
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import ngettext
 
 from idempotency._text import Grouped, summary
-from idempotency.admin.refusals import refused
 from idempotency.templatetags.idempotency_admin import moment
 
 #: The first page of a list and the confirmation of an action count at most this many rows.
@@ -31,6 +31,16 @@ MAX_COUNT = 5000
 #: before it.
 MAX_DEPTH = 20_000
 MAX_SHOWN_CHARACTERS = 20_000
+#: The maximum number of groups that the page about a missing permission names.
+MAX_GROUPS = 20
+#: Names of permissions that Django stores in English, and pages translate. The models have those of
+#: the app's own permissions.
+_STORED = (
+    gettext_noop("Can view idempotency key"),
+    gettext_noop("Can view staged job"),
+    gettext_noop("Can view downstream call"),
+    gettext_noop("Can view processed message"),
+)
 
 
 class AtLeast(Grouped):
@@ -132,14 +142,14 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         """Show the list; without the permission, show which permission is missing and which groups
         have it."""
         if not self.has_view_permission(request):
-            return refused(self, request)
+            return self.refused(request)
         return super().changelist_view(request, extra_context)
 
     def change_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         """Show a row; without the permission, show which permission is missing and which groups
         have it."""
         if not self.has_view_permission(request):
-            return refused(self, request)
+            return self.refused(request)
         return super().change_view(request, *args, **kwargs)
 
     def holds(self, request: HttpRequest, permission: str) -> bool:
@@ -160,6 +170,23 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         shared = self.admin_site.each_context(request) | {"opts": self.opts, "media": self.media}
         template = f"admin/idempotency/{template}.html"
         return TemplateResponse(request, template, shared | context, status=status)
+
+    def refused(self, request: HttpRequest, permission: str = "") -> HttpResponse:
+        """Return a 403 that names the missing permission, and the groups that have it. The missing
+        permission is that to view the rows if the person lacks it, or else ``permission``."""
+        if not permission or not self.has_view_permission(request):
+            permission = get_permission_codename("view", self.opts)
+        label = self.opts.app_label
+        every = Permission.objects.filter(content_type__app_label=label, codename=permission)
+        found = every.first()
+        names = found.group_set.order_by("name").values_list("name", flat=True) if found else ()
+        context = {
+            "title": gettext("Not allowed"),
+            "permission": f"{label}.{permission}",
+            "description": gettext(found.name) if found else "",
+            "groups": list(names[:MAX_GROUPS]),
+        }
+        return self.page(request, "refused", context, status=403)
 
     def key_link(self, pk: int) -> str:
         """Return the id of a key, as a link to its page if this admin has one."""
