@@ -10,7 +10,7 @@ from typing import Any
 from django.contrib.admin import AdminSite
 from django.contrib.admin.utils import label_for_field, lookup_field
 from django.db import Error, router
-from django.db.models import ForeignKey
+from django.db.models import ForeignKey, ManyToOneRel
 from django.http import HttpRequest
 from django.utils.html import strip_tags
 from django.utils.translation import gettext, ngettext
@@ -90,12 +90,8 @@ def linked_models(using: str) -> Iterator[tuple[Any, Any, str]]:
     elsewhere = fields_elsewhere(using)
     for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
         model: Any = relation.related_model
-        if (
-            (relation.one_to_many or relation.one_to_one)
-            and not relation.concrete
-            and model not in (StagedJob, DownstreamCall)
-        ):
-            field = relation.field  # type: ignore[union-attr]
+        if isinstance(relation, ManyToOneRel) and model not in (StagedJob, DownstreamCall):
+            field = relation.field
             yield model, field, router.db_for_read(model) if field in elsewhere else using
 
 

@@ -11,12 +11,10 @@ from idempotency._bulk_answers import PROJECT, NoAnswer, stored_answer
 from idempotency._engine.fence import StoredResponse
 from idempotency._operations.definition import METHOD, work_line
 from idempotency.admin.answering import AnswerFields, PreviewedForm
-from idempotency.admin.bulk import Group
 from idempotency.admin.bulk_keys import UNLOCKED, KeyAction
 from idempotency.admin.bulk_pages import BulkForm
 from idempotency.admin.operations import OperationAnswerFields, result_text
 from idempotency.admin.reading import encodable
-from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import DownstreamCall, IdempotencyKey
 
 
@@ -81,10 +79,6 @@ class Answer(KeyAction):
         calls = DownstreamCall.objects.filter(key=OuterRef("pk"))
         since = calls.filter(Q(started_at__gt=at) | Q(recorded_at__gt=at))
         return super().chosen(rows, at).filter(~Exists(since)) if at else rows.none()
-
-    def meant(self, label: str, row: Any) -> Group:
-        found = STUCK_CODES.get(row.stuck_code)
-        return Group(label, str(found.cure if found else ""))
 
     def problem(self, rows: Any) -> str:
         """Return why these rows cannot be answered together: an operation has a result, and a

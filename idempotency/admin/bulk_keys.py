@@ -54,8 +54,10 @@ class KeyAction(BulkAction):
         return self.meant(label, row)
 
     def meant(self, label: str, row: Any) -> Group:
-        """Return the group of a key that the action changes, with the meaning of the action."""
-        raise NotImplementedError
+        """Return the group of a key that the action changes, with the meaning of the action: by
+        default, the cure of the stuck code."""
+        found = STUCK_CODES.get(row.stuck_code)
+        return Group(label, str(found.cure if found else row.stuck_code and _OWN_CODE))
 
 
 class HandBack(KeyAction):
@@ -94,7 +96,7 @@ class HandBack(KeyAction):
         if not row.stuck_code:
             return Group(label, gettext("The completer runs them in its next pass."))
         if (found := STUCK_CODES.get(row.stuck_code)) is None:
-            return Group(label, str(_OWN_CODE))
+            return super().meant(label, row)
         text = gettext("Answer these keys instead of completing them.")
         instead = text if found.needs_an_answer else ""
         return Group(label, f"{instead} {found.cure}".strip(), found.needs_an_answer)
@@ -118,10 +120,6 @@ class Acknowledge(KeyAction):
         if row.state == KeyState.ACKNOWLEDGED:
             return gettext_noop("acknowledged already")
         return super().why_not(row)
-
-    def meant(self, label: str, row: Any) -> Group:
-        found = STUCK_CODES.get(row.stuck_code)
-        return Group(label, str(found.cure if found else _OWN_CODE))
 
 
 class Unacknowledge(KeyAction):

@@ -194,13 +194,10 @@ def _described(
         if row is GONE:
             described[name] = "deleted"
         elif label not in ignored:
-            columns = {
-                column: row[column] for column in row if counted is None or column in counted
-            }
             described[name] = {
                 column: value
-                for column, value in columns.items()
-                if f"{label}.{column}" not in ignored
+                for column, value in row.items()
+                if (counted is None or column in counted) and f"{label}.{column}" not in ignored
             }
     return {} if label in ignored else described
 
