@@ -6,11 +6,10 @@ from inspect import getclosurevars, isfunction, unwrap
 from typing import Any
 
 from django.core.checks import CheckMessage, register
-from django.db import connections
 
 from idempotency import conf
 from idempotency._operations.definition import Definition, registered
-from idempotency.checks import error, warning
+from idempotency.checks import error, unknown_database, warning
 from idempotency.operations import Operation
 
 _CALLS = frozenset({"once", "aonce"})
@@ -22,18 +21,8 @@ def check_operations(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
     E014: a phased operation without ``retention_hours``. E015: a phased operation that a Celery
     task with ``OnceTask`` calls."""
     for each in registered() if conf.are_valid() else ():
-        yield from _options(each)
-    for each in registered() if conf.are_valid() else ():
-        if each.steps.is_phased and each.retention_hours is None:
-            yield error(
-                "idempotency.E014",
-                f"The operation {each.name} ({each.path}) has no retention_hours. Its key would be"
-                f" deleted {conf.get().RETENTION_HOURS} hours after its end, and a later repeat"
-                " would call the downstream service again.",
-                "Set it to the hours within which a caller may repeat a key that a client has"
-                " chosen. Set it to 'forever' for a key that follows from your data, such as the"
-                " number of an invoice.",
-            )
+        yield from unknown_database(f"The operation {each.name}", each.using)
+        yield from _retention(each)
     for task in _once_tasks():
         for name in _phased_operations(getattr(task, "_orig_run", task.run)):
             yield error(
@@ -46,15 +35,18 @@ def check_operations(app_configs: Any, **kwargs: Any) -> Iterator[CheckMessage]:
             )
 
 
-def _options(operation: Definition) -> Iterator[CheckMessage]:
-    if operation.using is not None and operation.using not in connections.settings:
-        yield error(
-            "idempotency.E005",
-            f"The operation {operation.name} has using={operation.using!r}, which is not a"
-            " database.",
-            f"The databases are: {', '.join(connections.settings)}.",
-        )
+def _retention(operation: Definition) -> Iterator[CheckMessage]:
     hours, least = operation.retention_hours, conf.get().RETENTION_HOURS
+    if operation.steps.is_phased and hours is None:
+        yield error(
+            "idempotency.E014",
+            f"The operation {operation.name} ({operation.path}) has no retention_hours. Its key"
+            f" would be deleted {least} hours after its end, and a later repeat would call the"
+            " downstream service again.",
+            "Set it to the hours within which a caller may repeat a key that a client has chosen."
+            " Set it to 'forever' for a key that follows from your data, such as the number of an"
+            " invoice.",
+        )
     if isinstance(hours, int) and hours < least:
         yield warning(
             "idempotency.W016",

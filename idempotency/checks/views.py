@@ -20,7 +20,7 @@ from idempotency._engine.aliases import share_tables
 from idempotency._http.routes import class_of, options_of
 from idempotency._http.view import View, access_is_checked_inside, atomic_aliases
 from idempotency._http.wrappers import decorators_outside, dispatches_of_project, handlers, wrapped
-from idempotency.checks import error, warning
+from idempotency.checks import error, unknown_database, warning
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, views_to_check
 
@@ -79,12 +79,7 @@ def _are_one(alias: str, other: str) -> bool:
 
 def _errors(view: Protected) -> Iterator[CheckMessage]:
     using = view.options.using
-    if isinstance(using, str) and using not in connections.settings:
-        yield error(
-            "idempotency.E005",
-            f"The view {view.path} has @idempotent(using={using!r}), which is not a database.",
-            f"The databases are: {', '.join(connections.settings)}.",
-        )
+    yield from unknown_database(f"The view {view.path}", using)
     owner = class_of(view.callback)
     if owner is not None and (
         access_is_checked_inside(owner)
