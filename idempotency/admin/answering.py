@@ -203,18 +203,15 @@ def template_for(key: IdempotencyKey, keys: QuerySet[Any]) -> IdempotencyKey | N
     if options is None or not options.store_body:
         return None
     path = key.request_path.partition("?")[0]
-    recent = (
-        IdempotencyKey.objects.using(keys.db).order_by("-created_at").values("pk")[:MAX_SEARCHED]
-    )
+    newest_first = IdempotencyKey.objects.using(keys.db).order_by("-created_at")
     alike = keys.filter(
-        pk__in=recent, request_method=key.request_method, response_code__range=(200, 299)
+        pk__in=newest_first.values("pk")[:MAX_SEARCHED],
+        request_method=key.request_method,
+        response_code__range=(200, 299),
     )
     found = alike.filter(request_path=path) | alike.filter(request_path__startswith=f"{path}?")
-    template = (
-        found.only("response_code", "response_headers", "response_body")
-        .order_by("-created_at")
-        .first()
-    )
+    columns = ("response_code", "response_headers", "response_body")
+    template = found.only(*columns).order_by("-created_at").first()
     return template if template is not None and filled_in(template) else None
 
 

@@ -75,11 +75,9 @@ def _of_other_apps(
         pks = list(found.values_list("pk", flat=True)[: MAX_LINKED + 1])
         shown = pks[:MAX_LINKED]
         urls = {pk: admin_url(site, request, model, pk) for pk in shown}
-        states = (
-            _columns(site._registry[model], request, shown, foreign_key.name, rows_at)
-            if any(urls.values())
-            else {}
-        )
+        states: dict[Any, str] = {}
+        if any(urls.values()):
+            states = _columns(site._registry[model], request, shown, foreign_key.name, rows_at)
         rows = [Row(str(pk), url, states.get(pk, "")) for pk, url in urls.items()]
         yield Linked(str(model._meta.verbose_name), rows, more=len(pks) > MAX_LINKED)
 
@@ -102,14 +100,10 @@ def _columns(
     ``get_queryset`` hides are left out."""
     # key_state: see contrib.admin
     known = {"__str__", "pk", row_admin.model._meta.pk.name, link, "key_state"}
-    names = [name for name in row_admin.get_list_display(request) if name not in known][
-        :MAX_COLUMNS
-    ]
-    related = [
-        name.name
-        for name in row_admin.model._meta.fields
-        if isinstance(name, ForeignKey) and name.name in names
-    ]
+    names = [name for name in row_admin.get_list_display(request) if name not in known]
+    names = names[:MAX_COLUMNS]
+    foreign = [each for each in row_admin.model._meta.fields if isinstance(each, ForeignKey)]
+    related = [each.name for each in foreign if each.name in names]
     rows = row_admin.get_queryset(request).using(using).filter(pk__in=pks)
     rows = rows.select_related(*related) if related else rows
     return {
@@ -127,11 +121,8 @@ def _column(name: Any, row: Any, row_admin: Any) -> str:
         raise
     except Exception as error:
         # A method of another app may need attributes that only its own list sets.
-        logger.info(
-            "a column of %s cannot be shown with a key: %s",
-            type(row_admin).__name__,
-            error_text(error),
-        )
+        text = "a column of %s cannot be shown with a key: %s"
+        logger.info(text, type(row_admin).__name__, error_text(error))
         return ""
     text = written(value) if isinstance(value, datetime) else strip_tags(str(value))
     if value is None or value == "":
@@ -152,14 +143,8 @@ def _jobs(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked
     for job in jobs[:MAX_LINKED]:
         error = first_line_of(job.last_error) if visible else gettext(NOT_VISIBLE)
         state = _state_of_job(job, error, processed.get(str(job.pk)), key.read_at)
-        rows.append(
-            Row(
-                job.label,
-                admin_url(site, request, StagedJob, job.pk),
-                state,
-                job.failed_at is not None,
-            )
-        )
+        url = admin_url(site, request, StagedJob, job.pk)
+        rows.append(Row(job.label, url, state, job.failed_at is not None))
     return Linked(gettext("staged job"), rows, more=len(jobs) > MAX_LINKED)
 
 
@@ -195,17 +180,14 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
     calls = list(every.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
     rows = []
     for call in calls[:MAX_LINKED]:
-        result = (
-            first_line_of(as_json(call_result(key, call.result)))
-            if visible
-            else gettext(NOT_VISIBLE)
-        )
+        result = gettext(NOT_VISIBLE)
+        if visible:
+            result = first_line_of(as_json(call_result(key, call.result)))
         unknown = call.recorded_at is None
         text = gettext("begun %(ago)s, result %(result)s")
         if unknown:
             text = gettext("begun %(ago)s, result unknown")
         state = text % {"ago": ago(key.read_at - call.started_at), "result": result}
-        rows.append(
-            Row(call.name, admin_url(site, request, DownstreamCall, call.pk), state, unknown)
-        )
+        url = admin_url(site, request, DownstreamCall, call.pk)
+        rows.append(Row(call.name, url, state, unknown))
     return Linked(gettext("downstream call"), rows, more=len(calls) > MAX_LINKED)

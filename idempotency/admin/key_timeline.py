@@ -47,12 +47,9 @@ class KeyTimeline:
     def drawn(self) -> SafeString:
         """Return the drawing; an empty text if all times are equal."""
         rows, now = self._rows(), None if self._key.finished_at else self._at(self._now)
-        ends = (
-            [bar.end for row in rows for bar in row.bars]
-            + [mark.at for row in rows for mark in row.marks]
-            + [now or 0]
-        )
-        end = self._begin + timedelta(seconds=max(ends))
+        times = [now or 0, *(bar.end for row in rows for bar in row.bars)]
+        times += [mark.at for row in rows for mark in row.marks]
+        end = self._begin + timedelta(seconds=max(times))
         return draw(
             rows,
             now=now,
@@ -62,19 +59,11 @@ class KeyTimeline:
         )
 
     def _rows(self) -> list[Lane]:
-        captions = [
-            _("Run %(number)s, %(by)s: %(course)s")
-            % {
-                "number": number,
-                "by": run.by,
-                "course": self._told(run),
-            }
-            for number, run in enumerate(self._runs, 1)
-        ]
-        rows = [
-            Lane(caption, *self._drawn_run(run))
-            for caption, run in zip(captions, self._runs, strict=True)
-        ]
+        rows = []
+        for number, run in enumerate(self._runs, 1):
+            told = {"number": number, "by": run.by, "course": self._told(run)}
+            caption = _("Run %(number)s, %(by)s: %(course)s") % told
+            rows.append(Lane(caption, *self._drawn_run(run)))
         if len(rows) > MAX_ROWS:
             rows[_FIRST:-_LAST] = [self._folded(rows[_FIRST:-_LAST])]
         if self._others:

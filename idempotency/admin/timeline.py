@@ -89,12 +89,8 @@ class Scale:
         ]
         short = _compressed(lengths, idle)
         width = min(BREAK_WIDTH, ALL_BREAKS / max(1, sum(short)))
-        shares = iter(
-            _shares(
-                [length for length, cut in zip(lengths, short, strict=True) if not cut],
-                width * sum(short),
-            )
-        )
+        long = [length for length, cut in zip(lengths, short, strict=True) if not cut]
+        shares = iter(_shares(long, width * sum(short)))
         self._places = [MARGIN]
         self.breaks: list[tuple[float, float]] = []
         for length, cut in zip(lengths, short, strict=True):
@@ -135,10 +131,8 @@ def _shares(lengths: list[float], taken: float) -> list[float]:
     least = min(LEAST_WIDTH, room / max(1, len(lengths)) / 2)
     wide = list(range(len(lengths)))
     while wide:
-        left, total = (
-            room - least * (len(lengths) - len(wide)),
-            sum(lengths[index] for index in wide),
-        )
+        left = room - least * (len(lengths) - len(wide))
+        total = sum(lengths[index] for index in wide)
         fitting = [index for index in wide if lengths[index] * left >= least * total]
         if len(fitting) == len(wide):
             return [
@@ -202,15 +196,10 @@ def _row(row: Lane, scale: Scale, top: int) -> SafeString:
     ]
     for bar in row.bars:
         left = scale.place(bar.begin)
-        kind, width = bar.kind, max(0.3, scale.place(bar.end) - left)
-        box = (f"{left:.2f}%", top + _BAR, f"{width:.2f}%")
-        parts.append(
-            format_html(
-                '<rect class="idem-span-{}" x="{}" y="{}" width="{}" height="12" rx="2"/>',
-                kind,
-                *box,
-            )
-        )
+        width = max(0.3, scale.place(bar.end) - left)
+        box = (bar.kind, f"{left:.2f}%", top + _BAR, f"{width:.2f}%")
+        text = '<rect class="idem-span-{}" x="{}" y="{}" width="{}" height="12" rx="2"/>'
+        parts.append(format_html(text, *box))
     parts += [_shape(mark, scale, top + _BAR + 6) for mark in row.marks]
     labels = [(scale.place(mark.at), mark.label) for mark in row.marks if mark.label]
     return _joined([*parts, *_labels(labels, top + _NOTE)])

@@ -50,12 +50,8 @@ def refuse_second_alias(name: str, using: str) -> None:
     try:
         routed = aliases.routed_twin(using)
     except (OperationalError, InterfaceError) as error:
-        logger.warning(
-            "%s: cannot tell whether %r is a second alias of a database: %s",
-            name,
-            using,
-            in_one_line(error),
-        )
+        text = "%s: cannot tell whether %r is a second alias of a database: %s"
+        logger.warning(text, name, using, in_one_line(error))
         return
     if routed is not None:
         raise CommandError(

@@ -56,13 +56,7 @@ def explained(
         or _of_effects(differences, derived, effects)
         or _of_rows(differences, answer, undisturbed)
         or _of_failure(answer, differences)
-        or (
-            (
-                "The answer depends on the run that gives it; it is stored at"
-                f" {_storing(undisturbed)}."
-            ),
-            cures.OTHER_ANSWER,
-        )
+        or (_of_answer(undisturbed), cures.OTHER_ANSWER)
     )
     return Failure(course, cause, cure, tuple(differences))
 
@@ -181,32 +175,20 @@ def _of_rows(
 
 def _of_failure(answer: Answer, differences: Sequence[Difference]) -> tuple[str, str] | None:
     if answer.error is not None:
-        return (
-            (
-                f"The retry raised {type(answer.error).__name__} at {line_of_error(answer.error)}:"
-                f" {answer.error}"
-            ),
-            cures.GONE_WITH_THE_RUN,
-        )
+        raised, line = type(answer.error).__name__, line_of_error(answer.error)
+        return f"The retry raised {raised} at {line}: {answer.error}", cures.GONE_WITH_THE_RUN
     if any(difference.path == ("answer", "status") for difference in differences):
-        return (
-            (
-                f"The retries never came to the end: the last answer was {answer.status}"
-                f" {str(answer.body())[:300]}"
-            ),
-            cures.FOR_A_PERSON,
-        )
+        last = f"{answer.status} {str(answer.body())[:300]}"
+        cause = f"The retries never came to the end: the last answer was {last}"
+        return cause, cures.FOR_A_PERSON
     return None
 
 
 def _labels(differences: Sequence[Difference]) -> set[str]:
     """Return the models whose rows differ, except keys."""
-    paths = {
-        difference.path[0]
-        for difference in differences
-        if difference.path[0].startswith("rows of ")
-    }
-    return {path.removeprefix("rows of ") for path in paths} - {IdempotencyKey._meta.label}
+    paths = {difference.path[0] for difference in differences}
+    labels = {path.removeprefix("rows of ") for path in paths if path.startswith("rows of ")}
+    return labels - {IdempotencyKey._meta.label}
 
 
 def _writes(labels: set[str], undisturbed: Run) -> list[Place]:
@@ -233,9 +215,10 @@ def _is_own(place: Place) -> bool:
     )
 
 
-def _storing(run: Run) -> str:
+def _of_answer(run: Run) -> str:
     stored = [place.line for place in run.places if "recovery_point = 'finished'" in place.detail]
-    return stored[-1] if stored else "the end of the view"
+    line = stored[-1] if stored else "the end of the view"
+    return f"The answer depends on the run that gives it; it is stored at {line}."
 
 
 def _joined(lines: Sequence[str]) -> str:
