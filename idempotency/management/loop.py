@@ -224,14 +224,10 @@ class Loop:
         with self._noting:
             known, self._failure = self._failure, failure
         if failure != known:
-            logger.log(
-                logging.WARNING if unreachable else logging.ERROR,
-                "%s: pass failed, retrying at least every %g s: %s",
-                self.name,
-                max(self._interval, MAX_PAUSE_SECONDS),
-                line or in_one_line(error),
-                exc_info=line is None,
-            )
+            text = "%s: pass failed, retrying at least every %g s: %s"
+            level = logging.WARNING if unreachable else logging.ERROR
+            values = (self.name, max(self._interval, MAX_PAUSE_SECONDS), line or in_one_line(error))
+            logger.log(level, text, *values, exc_info=line is None)
 
 
 def _is_orphan() -> bool:

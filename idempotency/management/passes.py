@@ -44,28 +44,17 @@ class PassCommand(BaseCommand):
     own_options: ClassVar[tuple[str, ...]] = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument(
-            "--loop",
-            action="store_true",
-            help="Repeat passes every --interval seconds until SIGTERM.",
-        )
-        parser.add_argument(
-            "--interval",
-            type=seconds,
-            default=self.default_interval,
-            metavar="SECONDS",
-            help="Time between two passes with --loop (default: %(default)s).",
-        )
-        parser.add_argument(
-            "--batch-size",
-            type=whole_number,
-            default=self.default_batch_size,
-            metavar="N",
-            help="Maximum number of rows in one query or transaction (default: %(default)s).",
-        )
-        parser.add_argument(
-            "--dry-run", action="store_true", help="Print the counts without changing anything."
-        )
+        add = parser.add_argument
+        text = "Repeat passes every --interval seconds until SIGTERM."
+        add("--loop", action="store_true", help=text)
+        text = "Time between two passes with --loop (default: %(default)s)."
+        default = self.default_interval
+        add("--interval", type=seconds, default=default, metavar="SECONDS", help=text)
+        text = "Maximum number of rows in one query or transaction (default: %(default)s)."
+        size = self.default_batch_size
+        add("--batch-size", type=whole_number, default=size, metavar="N", help=text)
+        text = "Print the counts without changing anything."
+        add("--dry-run", action="store_true", help=text)
         add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -116,14 +105,11 @@ def in_words(counts: Any) -> str:
 
 def add_database_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option for the database. A command reads it with ``database_of``."""
-    parser.add_argument(
-        "--database",
-        choices=tuple(connections),
-        help=(
-            "The database with the tables of this app (default: the database to which"
-            " DATABASE_ROUTERS send its writes)."
-        ),
+    text = (
+        "The database with the tables of this app (default: the database to which DATABASE_ROUTERS"
+        " send its writes)."
     )
+    parser.add_argument("--database", choices=tuple(connections), help=text)
 
 
 def database_of(options: dict[str, Any], model: type[Model] = IdempotencyKey) -> str:
@@ -133,16 +119,11 @@ def database_of(options: dict[str, Any], model: type[Model] = IdempotencyKey) ->
 
 
 def add_concurrency_argument(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--concurrency",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help=(
-            "Number of keys that run at once, each in a thread with its own connections (default:"
-            " %(default)s)."
-        ),
+    text = (
+        "Number of keys that run at once, each in a thread with its own connections (default:"
+        " %(default)s)."
     )
+    parser.add_argument("--concurrency", type=whole_number, default=1, metavar="N", help=text)
 
 
 def seconds(text: str) -> float:

@@ -29,19 +29,13 @@ class Command(BaseCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--json", action="store_true", help="Print a JSON array of objects.")
-        what = parser.add_mutually_exclusive_group()
-        what.add_argument(
-            "--operations", action="store_true", help="Print the operations of all installed apps."
-        )
-        what.add_argument(
-            "--unprotected",
-            action="store_true",
-            help="Print the unprotected views with unsafe methods.",
-        )
-        parser.add_argument(
-            "--urlconf", metavar="MODULE", help="The URLconf (default: ROOT_URLCONF)."
-        )
+        add, add_one = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+        add("--json", action="store_true", help="Print a JSON array of objects.")
+        text = "Print the operations of all installed apps."
+        add_one("--operations", action="store_true", help=text)
+        text = "Print the unprotected views with unsafe methods."
+        add_one("--unprotected", action="store_true", help=text)
+        add("--urlconf", metavar="MODULE", help="The URLconf (default: ROOT_URLCONF).")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["operations"]:

@@ -22,23 +22,15 @@ class Command(BaseCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        form = parser.add_mutually_exclusive_group()
-        form.add_argument("--json", action="store_true", help="Print a JSON object.")
-        form.add_argument(
-            "--process",
-            nargs="+",
-            choices=tuple(LOOPS),
-            metavar="LOOP",
-            help=(
-                "Exit with 1 if at least one of the named loops has written no heartbeat on this"
-                f" host in the last {SILENT_SECONDS:g} seconds. The loops are: {', '.join(LOOPS)}."
-            ),
+        add_one = parser.add_mutually_exclusive_group().add_argument
+        add_one("--json", action="store_true", help="Print a JSON object.")
+        text = (
+            "Exit with 1 if at least one of the named loops has written no heartbeat on this host"
+            f" in the last {SILENT_SECONDS:g} seconds. The loops are: {', '.join(LOOPS)}."
         )
-        parser.add_argument(
-            "--cron",
-            action="store_true",
-            help="Cron runs the passes: do not report that no loop has a heartbeat.",
-        )
+        add_one("--process", nargs="+", choices=tuple(LOOPS), metavar="LOOP", help=text)
+        text = "Cron runs the passes: do not report that no loop has a heartbeat."
+        parser.add_argument("--cron", action="store_true", help=text)
         add_database_argument(parser)
 
     @no_translations

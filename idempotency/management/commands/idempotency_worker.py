@@ -50,13 +50,9 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         for name, (option, default) in _LOOPS.items():
-            parser.add_argument(
-                f"--{option.replace('_', '-')}",
-                type=seconds,
-                default=default,
-                metavar="SECONDS",
-                help=f"Time between two passes of {name} (default: %(default)s).",
-            )
+            text = f"Time between two passes of {name} (default: %(default)s)."
+            flag = f"--{option.replace('_', '-')}"
+            parser.add_argument(flag, type=seconds, default=default, metavar="SECONDS", help=text)
         add_concurrency_argument(parser)
         add_database_argument(parser)
 
@@ -76,11 +72,8 @@ class Command(BaseCommand):
             while not stop.requested(_ASK_SECONDS):
                 for name, child in children.items():
                     if child.poll() is not None:
-                        logger.warning(
-                            "%s ended with the status %d, and is started again",
-                            name,
-                            child.returncode,
-                        )
+                        text = "%s ended with the status %d, and is started again"
+                        logger.warning(text, name, child.returncode)
                         if stop.requested(_RESTART_SECONDS):
                             break
                         children[name] = start(name)
@@ -99,13 +92,8 @@ class Command(BaseCommand):
         }
         if name == COMPLETER:
             given["concurrency"] = options["concurrency"]
-        return [
-            *_program(),
-            name,
-            "--loop",
-            "--skip-checks",
-            *(f"--{option}={value}" for option, value in given.items()),
-        ]
+        own = (f"--{option}={value}" for option, value in given.items())
+        return [*_program(), name, "--loop", "--skip-checks", *own]
 
 
 def _is_main_program() -> bool:
