@@ -7,6 +7,7 @@ The servers are copies of the tests' own server, so that they have its tables.
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,12 +21,13 @@ from pytest_django import Settings
 
 from idempotency._engine import replication
 from idempotency._engine.claims import claim_by_id
+from idempotency.enqueuer import enqueue_once
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
-from idempotency.models import IdempotencyKey, ProcessedMessage
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring.doctor import diagnose
 from rides_demo.processes.embedded import socket_folder
-from tests.factories import IdempotencyKeyFactory
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.servers import Standby
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import WAIT_SECONDS, Gate, in_background
@@ -72,7 +74,7 @@ def primary(
         patch.setitem(connection.settings_dict, "HOST", str(server.sockets))
         yield server
         wait_for(server, "")
-        for model in (Entry, IdempotencyKey, ProcessedMessage):
+        for model in (Entry, IdempotencyKey, ProcessedMessage, StagedJob):
             model.objects.all().delete()
         connection.close()
 
@@ -286,6 +288,83 @@ def test_a_message_whose_commit_is_not_confirmed_is_delivered_again(
             unconfirmed()
     settings.IDEMPOTENCY = {}
     assert not deliver()
+
+
+#: The jobs that the slow backend got, and what it does meanwhile.
+taken: list[object] = []
+meanwhile: list[Callable[[], object]] = []
+
+
+def take_slowly(job: StagedJob) -> None:
+    """Take a job."""
+    taken.append(job.pk)
+    for act in meanwhile:
+        act()
+
+
+take_slowly.lease_seconds = 600  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def leased(primary: Standby, settings: Settings) -> Iterator[StagedJob]:
+    """Yield a staged job, whose backend has a lease. Without a standby, its commits pass."""
+    backends = {"*": f"{__name__}.take_slowly"}
+    settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": "storage", "ENQUEUERS": backends}
+    taken.clear()
+    StagedJobFactory()
+    yield StagedJob.objects.get()
+    meanwhile.clear()
+
+
+def test_a_job_that_no_standby_confirms_is_not_claimed(leased: StagedJob, primary: Standby) -> None:
+    wait_for(primary, "nobody")
+    with pytest.raises(NotReplicated):
+        enqueue_once()
+    assert (taken, StagedJob.objects.get().run_at) == ([], leased.run_at)
+
+
+def test_a_claim_that_is_not_confirmed_is_not_handed_over(
+    leased: StagedJob, primary: Standby, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    confirm, is_set = replication.confirm, threading.Event()
+
+    def then_nobody(using: str) -> None:
+        confirm(using)
+        wait_for(primary, "nobody")
+        is_set.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replication, "confirm", then_nobody)
+        running = in_background(enqueue_once)
+        assert is_set.wait(WAIT_SECONDS)  # The function above has waits of its own.
+        eventually(lambda: waiting(primary))
+        cancel(primary)
+        with pytest.raises(NotReplicated):
+            running.result(WAIT_SECONDS)
+    assert taken == []
+    assert StagedJob.objects.get().run_at > leased.run_at, "due again at the end of the lease"
+
+
+@pytest.mark.parametrize("end", ["cancel", "terminate"])
+@pytest.mark.parametrize("after", ["on the same server", "after a failover"])
+def test_a_job_whose_result_is_not_confirmed_is_handed_over_once(
+    end: str, after: str, leased: StagedJob, primary: Standby
+) -> None:
+    rows, is_set = list[StagedJob](), threading.Event()
+    meanwhile.append(lambda: rows.append(StagedJob.objects.get()))
+    meanwhile.append(lambda: wait_for(primary, "nobody"))
+    meanwhile.append(is_set.set)
+    running = in_background(enqueue_once)
+    assert is_set.wait(WAIT_SECONDS)
+    eventually(lambda: waiting(primary))
+    cancel(primary, end)
+    with pytest.raises((NotReplicated, OperationalError)):
+        running.result(WAIT_SECONDS)
+    wait_for(primary, "")
+    if after == "after a failover":  # The new server has all but the last commit.
+        rows[0].save(force_insert=True)
+    enqueue_once()
+    assert (taken, StagedJob.objects.count()) == ([leased.pk], 0)
 
 
 @pytest.fixture
