@@ -7,7 +7,7 @@ from django.db import Error
 
 from idempotency import _text, conf, signals
 from idempotency._async import FAILURES
-from idempotency._boundary import boundary
+from idempotency._boundary import boundary, drop_unusable_connections
 from idempotency._engine import claims, decisions, events, fence, rows
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.calls import Calls
@@ -88,8 +88,11 @@ def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
     fence.mark_stuck(key, StuckCode.ON_ABANDON, BEGUN, using=using)
     key.calls = Calls(key, using=using, stuck_code=StuckCode.ON_ABANDON)
     try:
-        with watched_key(key), boundary():
-            abandoned = work.abandon(key)
+        try:
+            with watched_key(key), boundary():
+                abandoned = work.abandon(key)
+        finally:
+            drop_unusable_connections()  # Its session may have ended during a long call.
         if abandoned.stored is not None:
             key.calls.require_results()
             fence.finish(key, abandoned.stored, using=using)

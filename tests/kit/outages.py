@@ -1,9 +1,17 @@
 """A database that cannot be reached, or accepts no writes."""
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from django.db import connection
+
+
+def cut_this_connection() -> None:
+    """Cut the connection of this thread without a message, like a network failure."""
+    with socket.socket(fileno=os.dup(connection.connection.fileno())) as wire:
+        wire.shutdown(socket.SHUT_RDWR)
 
 
 def make_read_only(on: bool) -> None:

@@ -20,6 +20,7 @@ from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.reaper import reap_once
 from tests.kit.ageing import make_older, past_the_retention
+from tests.kit.outages import cut_this_connection
 from tests.kit.serving import Sender
 from tests.kit.threads import all_at_once
 from tests.kit.views import over_key
@@ -66,6 +67,19 @@ def test_its_response_finishes_the_key(
     assert (key.stuck_at, key.locked_until) == (None, None)
     claimed = [event["detail"] for event in key.history if event["event"] == "claimed"]
     assert claimed[-1] == "reaper", "who reads it at night knows which process ran it"
+
+
+@pytest.mark.postgres
+def test_its_response_is_stored_on_a_new_connection_if_a_long_call_has_lost_its_own(
+    abandoned: Any, sender: Sender
+) -> None:
+    def refund(key: IdempotencyKey) -> HttpResponseBase:
+        with key.call("refund"):
+            cut_this_connection()
+        return HttpResponse(status=410)
+
+    assert settle(abandoned(refund).pk, using="default") is True
+    assert sender.send().status_code == 410
 
 
 @pytest.mark.parametrize("settles", [True, False])

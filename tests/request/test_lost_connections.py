@@ -1,8 +1,6 @@
 """A connection to the database that is lost during a request: a 503, and the retry runs or
 resumes."""
 
-import os
-import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,7 +13,7 @@ from idempotency._engine.errors import drop_connection
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.kit.outages import allow_connections, writable_at_the_end
+from tests.kit.outages import cut_this_connection
 from tests.kit.serving import Sender, View, problem
 from tests.kit.threads import elsewhere
 from tests.kit.views import Counted, both_kinds, create, phased, two_phases
@@ -37,12 +35,6 @@ def terminate_this_backend() -> None:
             cursor.execute("SELECT pg_terminate_backend(%s::int, 5000)", [pid])
 
     elsewhere(terminate)
-
-
-def cut_this_connection() -> None:
-    """Cut the connection of this thread without a message, like a network failure."""
-    with socket.socket(fileno=os.dup(connection.connection.fileno())) as wire:
-        wire.shutdown(socket.SHUT_RDWR)
 
 
 CUTS = [
@@ -158,27 +150,6 @@ def test_a_call_replaces_a_connection_that_was_lost_since_the_last_one(
 
     serve(view=view)
     assert sender.send().status_code == 201
-
-
-@pytest.mark.postgres
-def test_a_database_lost_between_phases_is_a_503_and_the_retry_resumes(
-    serve: Serve, sender: Sender
-) -> None:
-    def lose(request: HttpRequest) -> None:
-        if calls.runs == 1:
-            allow_connections(False)
-
-    calls = Counted(lose)
-    serve(
-        view=two_phases(
-            first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)
-        )
-    )
-    with writable_at_the_end():
-        assert _unavailable(sender.send())
-    answer = eventually(lambda: (again := sender.send()).status_code != 409 and again)
-    assert answer.status_code == 201
-    assert (first.runs, calls.runs) == (1, 2)
 
 
 @pytest.fixture
