@@ -7,7 +7,7 @@ import pytest
 from tests.kit.printed import ROOT, Project, Write, included
 
 AGENTS = (ROOT / "AGENTS.md").read_text()
-PROJECT = ":::{include} ../example-project.md\n:start-after: <!-- project -->\n:::"
+PROJECT = "[the example project](../example-project.md)"
 #: What the file leaves to the project of its reader.
 BANK = """def charge_card(amount, idempotency_key):
     return {"id": "ch_1"}

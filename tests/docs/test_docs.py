@@ -172,7 +172,7 @@ def test_the_example_of_a_shell_hands_stuck_keys_back() -> None:
         IdempotencyKeyFactory(stuck_code=code, **stuck)
         for code in ("view_gave_up", "call_in_doubt")
     )
-    script = file_of("practise-with-a-stuck-key.md", "hand_back.py")
+    script = file_of("a-key-is-stuck.md", "hand_back.py")
     exec(compile(script, "shell", "exec"), {})
     key.refresh_from_db()
     other.refresh_from_db()

@@ -43,7 +43,6 @@ AS_PRINTED = [
     "hand-the-key-on.md",
     "metrics-and-alerts.md",
     "move-from-your-own-middleware.md",
-    "practise-with-a-stuck-key.md",
     "prepare-a-request.md",
     "protect-a-function.md",
     pytest.param("protect-a-view.md", marks=pytest.mark.sample),
@@ -62,9 +61,7 @@ WITH_MORE = [
     "call-from-a-client.md",
     "choose-a-queue.md",
     "graphql-and-agents.md",
-    "hand-jobs-to-kafka.md",
-    "hand-jobs-to-rabbitmq.md",
-    "hand-jobs-to-sqs.md",
+    "jobs-on-a-broker.md",
     "move-from-django-idempotency-key.md",
     "use-a-pooler.md",
 ]

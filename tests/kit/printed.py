@@ -28,7 +28,10 @@ OURS = (
 )
 #: The sentence of a how-to guide that continues the project of another one.
 CONTINUES = re.compile(r"Start\s+from\s+the\s+project\s+of\s+\[[^]]+\]\(([\w-]+\.md)\)")
-INCLUDE = re.compile(r"^:::{include} (\S+)\n((?::.*\n)*):::$", re.M)
+#: The link of a how-to guide to the example project.
+EXAMPLE = re.compile(
+    r"\[the\s+example\s+project(,\s+without\s+its\s+model)?\]\(\.\./example-project\.md\)"
+)
 LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./-]+)`:$")
 #: The mark of a block that is not part of the project.
 SHOWN = re.compile(r"\(shown only\):$")
@@ -82,17 +85,15 @@ Step = Write | Change | Command | Look
 
 
 def included(page: str) -> str:
-    """Return a how-to guide with the text of the guide that it continues, and of each file that it
-    includes."""
+    """Return a how-to guide with the text of the guide that it continues, or of the example
+    project."""
     page = CONTINUES.sub(lambda found: f"\n{(GUIDES / found[1]).read_text()}\n", page)
-    return INCLUDE.sub(_included, page)
+    return EXAMPLE.sub(_example, page, count=1)
 
 
-def _included(found: re.Match[str]) -> str:
-    text = (GUIDES / found[1]).read_text()
-    options = dict(re.findall(r"^:([\w-]+): (.*)$", found[2], re.M))
-    text = text.partition(options["start-after"])[2]
-    return text.partition(options["end-before"])[0] if "end-before" in options else text
+def _example(found: re.Match[str]) -> str:
+    text = (ROOT / "docs" / "example-project.md").read_text()
+    return "\n" + (text.partition("## The model")[0] if found[1] else text) + "\n"
 
 
 def before(page: str, start: int) -> str:

@@ -20,7 +20,7 @@ class Backend(TakesTime, KafkaBackend):
 
 if __name__ == "__main__":
     guide: dict[str, Any] = {}
-    exec(file_of("hand-jobs-to-kafka.md", "shop/management/commands/consume_jobs.py"), guide)
+    exec(file_of("jobs-on-a-broker.md", "shop/management/commands/consume_kafka.py"), guide)
     # A killed consumer holds its partitions for so long.
     settings.KAFKA["session.timeout.ms"] = 6000
     guide["Command"]().handle(topic="killed")

@@ -39,6 +39,6 @@ if __name__ == "__main__":
         quiet = ["--loglevel=WARNING", "--without-gossip", "--without-mingle"]
         app.worker_main(["worker", "--concurrency=1", *quiet])
     guide: dict[str, Any] = {}
-    path = "shop/management/commands/consume_jobs.py"
-    exec(file_of("hand-jobs-to-rabbitmq.md", path), guide)
+    path = "shop/management/commands/consume_rabbitmq.py"
+    exec(file_of("jobs-on-a-broker.md", path), guide)
     guide["Command"]().handle(queue="killed")

@@ -15,5 +15,5 @@ class Backend(TakesTime, SQSBackend):
 
 if __name__ == "__main__":
     guide: dict[str, Any] = {}
-    exec(file_of("hand-jobs-to-sqs.md", "shop/management/commands/consume_jobs.py"), guide)
+    exec(file_of("jobs-on-a-broker.md", "shop/management/commands/consume_sqs.py"), guide)
     guide["Command"]().handle(queue="killed")
