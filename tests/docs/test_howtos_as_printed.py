@@ -78,13 +78,19 @@ def test_each_guide_is_followed() -> None:
 
 @pytest.mark.parametrize("guide", AS_PRINTED)
 def test_a_guide_can_be_followed_from_an_empty_folder(guide: str, tmp_path: Path) -> None:
-    Project(tmp_path).follow((GUIDES / guide).read_text())
+    follow_and_check(Project(tmp_path), guide)
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("guide", AS_PRINTED if os.environ.get("GUIDES") == "all" else FRESH)
 def test_a_guide_installs_all_that_it_needs(guide: str, checkout: Path, tmp_path: Path) -> None:
-    Project(tmp_path, checkout=checkout).follow((GUIDES / guide).read_text())
+    follow_and_check(Project(tmp_path, checkout=checkout), guide)
+
+
+def follow_and_check(project: Project, guide: str) -> None:
+    """Follow a guide; the system checks then find nothing in the project."""
+    project.follow((GUIDES / guide).read_text())
+    assert "no issues" in project.run("python manage.py check")
 
 
 def test_the_guide_to_clients_can_be_followed(tmp_path: Path) -> None:
