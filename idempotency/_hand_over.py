@@ -109,11 +109,10 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
         except FAILURES as error:
             batch.results |= dict.fromkeys((job.pk for job in jobs), error)
             return
-        batch.results |= _before(backend, jobs)
-        jobs = [job for job in jobs if job.pk not in batch.results]
-        by_name = getattr(backend, "runs_functions", False)
-        batch.results |= not_allowed([job for job in jobs if by_name or job.operation])
-        jobs = [job for job in jobs if job.pk not in batch.results]
+        for check in (_before, _not_allowed):
+            if results := check(backend, jobs):
+                batch.results |= results
+                jobs = [job for job in jobs if job.id not in results]
         if jobs and (seconds := getattr(backend, "lease_seconds", None)) is not None:
             claim(batch, queue, jobs, seconds)
         elif jobs:
@@ -165,17 +164,22 @@ def _before(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
         unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
         return dict.fromkeys((job.pk for job in jobs), unread)
     for job in jobs:
-        if job.pk in results:
+        if results and job.id in results:
             continue
         if job.handed_over_at is not None:  # Only jobs of groups have this time.
             passed = (job.run_at - job.handed_over_at).total_seconds()
             if passed < _follow_up_seconds(backend) * 2 ** (job.hand_overs - 1):
                 wait = 2 ** int(log2(max(1, passed)))
-                results[job.pk] = NotOffered(min(wait, LONGEST_CHECK_SECONDS))
+                results[job.id] = NotOffered(min(wait, LONGEST_CHECK_SECONDS))
                 continue
         if job.hand_overs >= backends.MAX_ATTEMPTS:
-            results[job.pk] = backends.NoEffect()
+            results[job.id] = backends.NoEffect()
     return results
+
+
+def _not_allowed(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
+    by_name = getattr(backend, "runs_functions", False)
+    return {**not_allowed([job for job in jobs if by_name or job.operation])}
 
 
 def _may_lose(backend: Backend) -> bool:
@@ -194,14 +198,15 @@ def _follow_ups(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
         uses_inbox = getattr(backend, "uses_inbox", False)
         jobs = [job for job in jobs if job.group and uses_inbox]
     seconds = _follow_up_seconds(backend)
-    return {
-        job.pk: OfferAgain(min(seconds * 2**job.hand_overs, backends.TEN_YEARS)) for job in jobs
+    again = {
+        hand_overs: OfferAgain(min(seconds * 2**hand_overs, backends.TEN_YEARS))
+        for hand_overs in {job.hand_overs for job in jobs}
     }
+    return {job.id: again[job.hand_overs] for job in jobs}
 
 
 def _until_effect(follow_ups: Results, results: Results) -> Results:
-    taken = {pk for pk, result in results.items() if result is None}
-    return results | {pk: again for pk, again in follow_ups.items() if pk in taken}
+    return {pk: follow_ups.get(pk) if result is None else result for pk, result in results.items()}
 
 
 def _keep(broken: TransactionBroken, batch: Batch, lasting: bool) -> None:
@@ -256,23 +261,24 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
 
 
 def _checked(queue: str, jobs: Sequence[StagedJob], returned: Any) -> Results:
-    ids = [job.pk for job in jobs]
-    if not isinstance(returned, Mapping) or not returned.keys() <= set(ids):
+    results: Results = dict.fromkeys(job.id for job in jobs)
+    if not isinstance(returned, Mapping) or len(results | dict(returned)) > len(jobs):
         # No second hand-over: the backend may have sent them.
         wanted = f"hand_over() of the backend of {queue!r} must return a dict by ids of these jobs"
         wrong = TypeError(f"{wanted}, not this {type(returned).__name__}")
-        return dict.fromkeys(ids, wrong)
-    results: Results = {pk: returned.get(pk) for pk in ids}
+        return dict.fromkeys(results, wrong)
+    results |= returned
     if _all(backends.NotOffered, results):
         # The pass would read the same jobs again without end.
         text = f"The backend offered none of {len(jobs)} jobs to the broker."
-        return dict.fromkeys(ids, BrokerUnavailable(text))
+        return dict.fromkeys(results, BrokerUnavailable(text))
     if isinstance(returned, OfferedSingly):
         return OfferedSingly(results)
-    taken = [position for position, pk in enumerate(ids) if results[pk] is None]
-    for pk in ids[: max(taken, default=0)]:
-        if isinstance(error := results[pk], BrokerUnavailable):
-            results[pk] = backends.Refusal(error)
+    is_taking = False
+    for pk, result in reversed(results.items()):
+        is_taking = is_taking or result is None
+        if is_taking and isinstance(result, BrokerUnavailable):
+            results[pk] = backends.Refusal(result)
     return results
 
 

@@ -8,14 +8,13 @@ row cannot be deleted gets the error NotDeleted, and is not handed over again.
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from django.db import DatabaseError, connections, transaction
-from django.db.models import Case, DateTimeField, F, Value, When
-from django.db.models.deletion import Collector
+from django.db.models import BooleanField, Case, DateTimeField, F, Func, QuerySet, Value, When
 from django.db.models.functions import Now
 
 from idempotency._batch import Outcome, Release
@@ -82,7 +81,7 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
             case NotOffered(0) | BrokerUnavailable():
                 pass  # It is still due.
             case Release(run_at):
-                released[job.pk] = run_at
+                released[job.id] = run_at
             case NotOffered(seconds):
                 without_effect[seconds].append(job)
             case Refusal(error):
@@ -97,7 +96,7 @@ def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) ->
     for seconds, jobs in without_effect.items():
         _update(alias, jobs, run_at=Now() + timedelta(seconds=seconds))
     if released:
-        jobs = [job for job, _ in outcomes if job.pk in released]
+        jobs = [job for job, _ in outcomes if job.id in released]
         times = (When(pk=pk, then=Value(run_at)) for pk, run_at in released.items())
         _update(alias, jobs, run_at=Case(*times, output_field=DateTimeField()))
     return counts + _refuse(alias, refused, log)
@@ -120,7 +119,8 @@ def _delete_together(alias: str, jobs: list[StagedJob]) -> list[tuple[StagedJob,
         return []
     try:
         with transaction.atomic(using=alias):
-            _require_all_rows(_delete_rows(alias, [job.pk for job in jobs]), len(jobs), "deleted")
+            deleted = _rows(alias, jobs).delete()[1].get(StagedJob._meta.label, 0)
+            _require_all_rows(deleted, len(jobs), "deleted")
     except Exception as error:  # also from a receiver of a signal
         if connections[alias].needs_rollback:
             raise
@@ -128,19 +128,20 @@ def _delete_together(alias: str, jobs: list[StagedJob]) -> list[tuple[StagedJob,
     return []
 
 
-def _delete_rows(alias: str, ids: list[UUID]) -> int:
-    """Delete the jobs with these ids, with the cascades of other models. Return the number of
-    deleted jobs."""
-    jobs = StagedJob.objects.using(alias).filter(pk__in=ids)
-    if connections[alias].vendor != "postgresql" or not Collector(using=alias).can_fast_delete(
-        jobs
-    ):
-        return jobs.delete()[1].get(StagedJob._meta.label, 0)
-    # One array is much faster than a thousand parameters.
-    with connections[alias].cursor() as cursor:
-        table = connections[alias].ops.quote_name(StagedJob._meta.db_table)
-        cursor.execute(f"DELETE FROM {table} WHERE id = ANY(%s)", [ids])  # noqa: S608
-        return int(cursor.rowcount)
+def _rows(alias: str, jobs: Iterable[StagedJob]) -> QuerySet[StagedJob]:
+    ids = [job.id for job in jobs]
+    rows = StagedJob.objects.using(alias)
+    if connections[alias].vendor != "postgresql":
+        return rows.filter(pk__in=ids)
+    return rows.filter(_OneOf("id", Value(ids)))
+
+
+class _OneOf(Func):
+    """Whether a column has a value of an array, which is faster than a thousand parameters."""
+
+    template = "%(expressions)s)"
+    arg_joiner = " = ANY("
+    output_field = BooleanField()
 
 
 def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log) -> Counter[str]:
@@ -160,19 +161,17 @@ def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log
         counts["failed" if failed else "refused"] += len(jobs)
         for job in jobs:
             if failed:
-                logger.error("staged job %s (%s) has failed: %s", job.pk, job.label, text)
+                logger.error("staged job %s (%s) has failed: %s", job.id, job.label, text)
             elif refusals == 1:
                 # The job leaves the backlog for hours or days. One error may concern many jobs.
                 about = f"{job.label}: {text.partition(chr(10))[0]}"
                 warning = "staged job %s (%s) was refused, and is offered again in %d s: %s"
-                log.warn_once("refused", about, warning, job.pk, job.label, wait, text)
+                log.warn_once("refused", about, warning, job.id, job.label, wait, text)
     return counts
 
 
 def _update(alias: str, jobs: list[StagedJob], **change: Any) -> None:
-    changed = (
-        StagedJob.objects.using(alias).filter(pk__in=[job.pk for job in jobs]).update(**change)
-    )
+    changed = _rows(alias, jobs).update(**change)
     _require_all_rows(changed, len(jobs), "changed")
 
 

@@ -194,9 +194,9 @@ def offer_singly(
     while waiting and (not results or seconds_left() >= 0):
         job = waiting.pop(random.randrange(len(waiting)) if failed or unavailable else 0)  # nosec B311  # no secret
         result = _result_of(offer, job, results)
-        results[job.pk] = result
+        results[job.id] = result
         if isinstance(result, BrokerUnavailable):
-            failed[job.pk] = Refusal(result)
+            failed[job.id] = Refusal(result)
             row = len(failed) + unavailable
             was_slow = time.monotonic() - since >= BROKER_TIMEOUT_SECONDS
             if row >= MOST_UNAVAILABLE or (row > 1 and was_slow):

@@ -198,7 +198,7 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
 
 def _write(batch: Batch, log: Log) -> Counter[str]:
     begun = time.monotonic()
-    outcomes = [(job, batch.results[job.pk]) for job in batch.jobs if job.pk in batch.results]
+    outcomes = [(job, batch.results[job.id]) for job in batch.jobs if job.id in batch.results]
     written = write(batch.alias, outcomes, batch.deadline, log)
     if batch.claim is not None:
         batch.claim.begin(begun)
@@ -230,12 +230,12 @@ def _hand_over(batch: Batch, state: _Pass) -> None:
     for job in batch.jobs:
         if was_handed_over(job):
             batch.offered.append(job)
-            batch.results[job.pk] = batch.lasting[job.pk] = TookEffect()
+            batch.results[job.id] = batch.lasting[job.id] = TookEffect()
         else:
             by_queue[job.queue].append(job)
     for queue, jobs in by_queue.items():
         hand_over(queue, jobs, batch)
-        _mark_unavailable(queue, (batch.results.get(job.pk) for job in jobs), state)
+        _mark_unavailable(queue, (batch.results.get(job.id) for job in jobs), state)
         if batch.time_is_up():
             state.had_turn.add(queue)
             return

@@ -120,7 +120,7 @@ def shard_of(job: StagedJob) -> str | None:
     """Return the alias of the database that the worker must use for the inbox row of the job; None
     in a project with one database. The router of a worker may choose another database than the
     router of the process that staged the job."""
-    return job._state.db if len(list(connections)) > 1 else None
+    return job._state.db if len(connections.settings) > 1 else None
 
 
 def trace_of(job: StagedJob) -> list[Any] | None:
@@ -223,8 +223,8 @@ def not_allowed(jobs: Sequence[StagedJob]) -> dict[UUID, Exception]:
         except (JobNotAllowed, Error) as error:
             problems[name, operation] = error
     return {
-        job.pk: problems[job.job_name, job.operation]
-        for job in jobs
+        job.id: problems[job.job_name, job.operation]
+        for job in (jobs if problems else ())
         if (job.job_name, job.operation) in problems
     }
 

@@ -16,7 +16,7 @@ from idempotency.models import StagedJob
 
 def message_of(job: StagedJob) -> Hidden[bytes]:
     """Return the message of a job."""
-    ids = {"job_id": str(job.pk), "job_name": job.job_name, "job_args": job.job_args}
+    ids = {"job_id": str(job.id), "job_name": job.job_name, "job_args": job.job_args}
     return Hidden(json.dumps(ids | {"using": shard_of(job), "trace": trace_of(job)}).encode())
 
 

@@ -234,7 +234,7 @@ class CeleryBackend(OneByOne):
                 job.job_name,
                 args=[] if by_name else job.job_args,
                 kwargs=job.job_args if by_name else {},
-                task_id=str(job.pk),
+                task_id=str(job.id),
                 producer=producer,
                 retry=False,
                 ignore_result=True,

@@ -68,14 +68,16 @@ class KafkaBackend(OneByOne):
 
     def key_of(self, job: StagedJob) -> str:
         """Return the key of the message, which chooses the partition."""
-        return str(job.pk)
+        return str(job.id)
 
     def hand_over(
         self, queue: str, jobs: Sequence[StagedJob]
     ) -> Mapping[UUID, HandOverResult | None]:
         """Publish new jobs together, and those that were handed over before one by one."""
         new = [job for job in jobs if not (job.hand_overs or job.last_error)]
-        self._thread.sent = self._publish(queue, new) if new else {}
+        self._thread.sent = sent = self._publish(queue, new) if new else {}
+        if len(sent) == len(jobs) and not any(sent.values()):
+            return {}
         return super().hand_over(queue, jobs)
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
@@ -85,8 +87,8 @@ class KafkaBackend(OneByOne):
         Raises LookupError if Kafka has no such topic.
         Raises KafkaException if Kafka does not permit the message, for example because of its size.
         """
-        sent = self._thread.sent if job.pk in self._thread.sent else self._publish(queue, [job])
-        if (error := sent[job.pk]) is not None:
+        sent = self._thread.sent if job.id in self._thread.sent else self._publish(queue, [job])
+        if (error := sent[job.id]) is not None:
             raise error
 
     def _publish(self, queue: str, jobs: Sequence[StagedJob]) -> dict[UUID, Exception | None]:
@@ -97,20 +99,21 @@ class KafkaBackend(OneByOne):
         def confirm(job_id: UUID, error: KafkaError | None, message: object) -> None:
             sent[job_id] = None if error is None else self._exception(queue, error)
 
+        unconfirmed = BrokerUnavailable(
+            f"Kafka did not confirm a message within {BROKER_TIMEOUT_SECONDS} s."
+        )
         vars(self._thread).pop("error", None)
         producer = self._producer()
         for job in jobs:
-            message, key, confirmed = message_of(job), self.key_of(job), partial(confirm, job.pk)
-            header: Any = {"job_id": str(job.pk)}
-            sent[job.pk] = BrokerUnavailable(
-                f"Kafka did not confirm a message within {BROKER_TIMEOUT_SECONDS} s."
-            )
+            message, key, confirmed = message_of(job), self.key_of(job), partial(confirm, job.id)
+            header: Any = {"job_id": str(job.id)}
+            sent[job.id] = unconfirmed
             try:
                 producer.produce(queue, message.value, key, headers=header, on_delivery=confirmed)
             except KafkaException as error:
                 confirmed(error.args[0], None)
             except BufferError:
-                del sent[job.pk]
+                del sent[job.id]
                 break
         producer.flush(BROKER_TIMEOUT_SECONDS)
         if any(isinstance(error, BrokerUnavailable) for error in sent.values()):

@@ -64,7 +64,7 @@ class RabbitMQBackend(OneByOne):
         """
         body = message_of(job)
         properties = pika.BasicProperties(
-            message_id=str(job.pk), content_type="application/json", delivery_mode=2
+            message_id=str(job.id), content_type="application/json", delivery_mode=2
         )
         was_connected = hasattr(self._thread, "channel")
         try:

@@ -113,9 +113,9 @@ class RQBackend:
         return [
             Queue.prepare_data(
                 run_once,
-                args=[job.job_name, job.job_args, str(job.pk), *shard],
+                args=[job.job_name, job.job_args, str(job.id), *shard],
                 kwargs={"trace": trace} if (trace := trace_of(job)) else None,
-                job_id=str(job.pk),
+                job_id=str(job.id),
                 description=f"{job.label} (staged)",
                 result_ttl=result_ttl,
                 retry=self.retry,

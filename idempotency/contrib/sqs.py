@@ -53,7 +53,7 @@ class SQSBackend(OneByOne):
     def group_of(self, job: StagedJob) -> str:
         """Return the message group of a job in a FIFO queue. Each job is a group of its own, so
         that a failed job holds back no other."""
-        return str(job.pk)
+        return str(job.id)
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
         """Send one message.
@@ -68,7 +68,7 @@ class SQSBackend(OneByOne):
         if queue.endswith(".fifo"):
             options = {
                 "MessageGroupId": self.group_of(job),
-                "MessageDeduplicationId": str(job.pk),
+                "MessageDeduplicationId": str(job.id),
             }
         try:
             client, url = self._connected(queue)

@@ -55,7 +55,7 @@ class TasksBackend(OneByOne):
             alias = backend.hands_to
         wrapper = run_staged.using(backend=alias, queue_name=queue)
         traced: dict[str, Any] = {"trace": trace} if (trace := trace_of(job)) else {}
-        given = (job.job_name, job.job_args, str(job.pk), *filter(None, [shard_of(job)]))
+        given = (job.job_name, job.job_args, str(job.id), *filter(None, [shard_of(job)]))
         try:
             wrapper.enqueue(*given, **traced)
         except (OperationalError, InterfaceError) as error:
@@ -126,7 +126,7 @@ class StagedBackend(BaseTaskBackend):
         result: Hidden[TaskResult[Any]] = Hidden(
             TaskResult(
                 task=task,
-                id=str(job.pk),
+                id=str(job.id),
                 status=TaskResultStatus.READY,
                 enqueued_at=timezone.now(),
                 started_at=None,

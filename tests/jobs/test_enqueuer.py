@@ -67,6 +67,21 @@ def test_more_jobs_than_a_batch_all_go_out_once(broker):
     assert not StagedJob.objects.exists()
 
 
+def test_a_backend_gets_the_job_as_it_is_stored(settings, monkeypatch):
+    settings.IDEMPOTENCY = PICKY
+    StagedJobFactory(job_args=["é", None, {"deep": 1.5}], hand_overs=2, last_error="-")
+    names = [field.attname for field in StagedJob._meta.concrete_fields]
+    stored, got = StagedJob.objects.values_list(*names).get(), []
+
+    def hand_over(backend, queue, jobs):
+        got.extend(tuple(vars(job)[name] for name in names) for job in jobs)
+        return {}
+
+    monkeypatch.setattr("tests.kit.jobs.PickyBackend.hand_over", hand_over)
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert got == [stored]
+
+
 def test_a_job_that_is_not_due_stays(broker):
     stage(1, run_at=timezone.now() + timedelta(hours=1))
     stage(1, failed_at=timezone.now())
