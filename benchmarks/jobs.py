@@ -4,9 +4,10 @@
 and the brokers in a temporary folder. For each queue it measures, in interleaved rounds: the client
 library, which enqueues jobs from memory (RQ's ``enqueue_many``; Celery with one producer; pika with
 a confirmation of each job; a producer of Kafka with confirmations of each batch); one enqueuer; and
-two concurrent enqueuers. For RQ it then measures the time from COMMIT until a job is in the queue,
-with the hand-over after COMMIT and with the enqueuer's loop. It prints a table, and exits with 1 if
-a target is missed.
+two concurrent enqueuers. For Kafka it also measures the client library with a confirmation of each
+job, and its batches together with the bare statements of an enqueuer. For RQ it then measures the
+time from COMMIT until a job is in the queue, with the hand-over after COMMIT and with the
+enqueuer's loop. It prints a table, and exits with 1 if a target is missed.
 """
 
 import argparse
@@ -41,6 +42,13 @@ BACKENDS = {
 #: The queue of RabbitMQ, and the topic of Kafka.
 QUEUE = "default"
 NAME = "benchmarks.jobs.job"
+#: The figures that are ratios of two ways.
+RATIOS = {
+    "of_direct": ("one", "direct"),
+    "two_to_one": ("two", "one"),
+    "of_single": ("one", "single"),
+    "of_bare": ("one", "bare"),
+}
 BATCH = 1000
 PROMPT_SAMPLES, LOOP_SAMPLES, QUICK_LOOP_SAMPLES = 200, 15, 5
 
@@ -77,15 +85,44 @@ def arguments(number: int) -> dict[str, Any]:
     return {"ride_id": number, "amount_cents": 2000, "label": "receipt"}
 
 
-def direct(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
+def direct(
+    queue: str, count: int, start: Any, times: Any, turn: Any, *, batch: int = BATCH
+) -> None:
     """Enqueue ``count`` jobs with the client library: the same jobs as the enqueuer sends, with ids
     and retries."""
     enqueue = CLIENTS[queue](set_up(queue))
     enqueue(range(1))
     start.wait()
     begin = time.monotonic()
-    for first in range(0, count, BATCH):
-        enqueue(range(first, min(first + BATCH, count)))
+    for first in range(0, count, batch):
+        enqueue(range(first, min(first + batch, count)))
+    times.put((begin, time.monotonic()))
+
+
+def single(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
+    """Enqueue ``count`` jobs one by one, as a view without this app does."""
+    direct(queue, count, start, times, turn, batch=1)
+
+
+def bare(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
+    """Send staged jobs as the enqueuer does, but with the client library and plain statements: read
+    and lock a batch, send as many jobs, and update the rows."""
+    enqueue = CLIENTS[queue](set_up(queue))
+    from django.db import connection, transaction
+
+    def send_batch() -> bool:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(_READ, [BATCH])
+            rows = cursor.fetchall()
+            enqueue(range(len(rows) or 1))
+            cursor.execute(_UPDATE, [[row[0] for row in rows]])
+            return bool(rows)
+
+    send_batch()
+    start.wait()
+    begin = time.monotonic()
+    for _ in range(0, count, BATCH):
+        send_batch()
     times.put((begin, time.monotonic()))
 
 
@@ -189,6 +226,14 @@ def make_topic(url: str) -> None:
     admin.create_topics([NewTopic(QUEUE, 1, 1)])[QUEUE].result()
 
 
+_READ = (
+    "SELECT id, job_name, job_args FROM idempotency_stagedjob WHERE failed_at IS NULL"
+    " AND run_at <= statement_timestamp() ORDER BY run_at, id LIMIT %s FOR UPDATE SKIP LOCKED"
+)
+_UPDATE = (
+    "UPDATE idempotency_stagedjob SET hand_overs = hand_overs + 1, refusals = 0, last_error = '',"
+    " run_at = statement_timestamp() + interval '30 s' WHERE id = ANY(%s::uuid[])"
+)
 DECLARE = {"rabbitmq": declare_queue, "kafka": make_topic}
 CLIENTS: dict[str, Callable[[Any], Callable[[range], None]]] = {
     "rq": rq_client,
@@ -263,7 +308,7 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
         before = in_queue(queue)
         with connection.cursor() as cursor:
             cursor.execute(f"TRUNCATE {StagedJob._meta.db_table}")
-        if work is enqueuer:
+        if work in (enqueuer, bare):
             StagedJob.objects.bulk_create(
                 (StagedJob(job_name=NAME, job_args=arguments(number)) for number in range(count)),
                 batch_size=2000,
@@ -341,28 +386,28 @@ def measure(
             if queue in missing:
                 figures[queue] = {"error": missing[queue]}
                 continue
-            rates: dict[str, list[float]] = {way: [] for way in ways}
+            of_queue = ways | (
+                {"single": (single, 1), "bare": (bare, 1)} if queue == "kafka" else {}
+            )
+            rates: dict[str, list[float]] = {way: [] for way in of_queue}
             for _ in range(rounds):
-                for way, (work, processes) in ways.items():
+                for way, (work, processes) in of_queue.items():
                     # RabbitMQ writes each message to disk before it confirms it.
-                    count = jobs // 10 if queue == "rabbitmq" else jobs
+                    is_slow = queue == "rabbitmq" or work is single
+                    count = jobs // 10 if is_slow else jobs
                     rates[way].append(rate(work, queue, count, processes))
             figures[queue] = {way: round(median(found)) for way, found in rates.items()} | {
                 "load": round(os.getloadavg()[0], 1),
                 "spread": {
                     way: [round(min(found)), round(max(found))] for way, found in rates.items()
                 },
-                "of_direct": round(
-                    median(
-                        one / alone
-                        for one, alone in zip(rates["one"], rates["direct"], strict=True)
-                    ),
-                    2,
-                ),
-                "two_to_one": round(
-                    median(two / one for two, one in zip(rates["two"], rates["one"], strict=True)),
-                    2,
-                ),
+                **{
+                    ratio: round(
+                        median(a / b for a, b in zip(rates[way], rates[base], strict=True)), 2
+                    )
+                    for ratio, (way, base) in RATIOS.items()
+                    if base in rates
+                },
             }
             print(f"jobs: {queue} measured", flush=True)
         figures["latency_ms"] = {"after_commit": _percentiles(latency(PROMPT_SAMPLES))}
