@@ -408,6 +408,7 @@ def test_no_page_costs_more_at_two_hundred_thousand_keys_than_at_one_thousand(
     scanning = [sql for statements in many.values() for sql in statements if scans_whole_table(sql)]
     assert not scanning
     monkeypatch.setattr(_bulk_work, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(_bulk_work, "CHUNK_SECONDS", 60)
     monkeypatch.setattr(_bulk_work, "TURN_SECONDS", -1)
     for page in (f"{KEYS}bulk/hand_back/", f"{JOBS}bulk/retry/"):
         statements = second_chunk(client, page)
