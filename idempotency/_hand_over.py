@@ -33,7 +33,6 @@ from idempotency.backends import (
     Results,
     TookEffect,
 )
-from idempotency.exceptions import NotReplicated
 from idempotency.inbox import jobs_done
 from idempotency.jobs import backend_path, not_allowed
 from idempotency.models import StagedJob
@@ -159,8 +158,8 @@ def _before(backend: Backend, jobs: Sequence[StagedJob]) -> Results:
         jobs = [job for job in jobs if job.group]
     try:
         results: Results = dict.fromkeys(jobs_done(jobs), TookEffect())
-    except (OperationalError, InterfaceError, NotReplicated) as error:
-        # No job is the cause, so no job is refused, and the hand-overs of other queues count.
+    except (OperationalError, InterfaceError) as error:
+        # No job is the cause, so no job is refused.
         unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
         return dict.fromkeys((job.pk for job in jobs), unread)
     for job in jobs:
