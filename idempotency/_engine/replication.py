@@ -106,6 +106,9 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
         yield
     finally:
         own.remove_notice_handler(note)
+    if connection.connection not in (own, None):
+        # A phase has replaced a lost connection, and nobody has watched its COMMIT on the new one.
+        confirm(connection.alias)
     if cancelled:
         raise NotReplicated(f"The wait of a commit for its standby ended early: {cancelled[0]}.")
 

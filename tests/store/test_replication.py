@@ -33,6 +33,7 @@ from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.claims import claim
 from tests.kit.commands import FAILING
 from tests.kit.loops import lines, looping
+from tests.kit.outages import cut_this_connection
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, background, elsewhere
 from tests.kit.views import Counted, both_kinds, plain, texting, two_phases
@@ -181,6 +182,23 @@ def test_a_recorded_call_is_used_again_only_when_it_is_confirmed(
     confirm("storage")
     assert sender.send().json() == {"receipt": "paid"}
     assert calls == ["paid"]
+
+
+def test_a_phase_on_a_new_connection_is_confirmed(
+    serve: Serve, sender: Sender, confirm: Any
+) -> None:
+    """The watch of its COMMIT is on the connection that was lost, so a barrier confirms it."""
+    serve(
+        view=two_phases(
+            lambda request: None,
+            lambda request: HttpResponse(status=201),
+            call=cut_this_connection,
+        )
+    )
+    confirm(True)
+    assert is_unconfirmed(sender.send())
+    confirm("storage")
+    assert sender.send(key="key-2").status_code == 201
 
 
 # The settings of the server
