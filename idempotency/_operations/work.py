@@ -215,7 +215,7 @@ class OperationWork:
     def refusal_of(self, error: Exception) -> Outcome | None:
         """Return the outcome for an exception that the caller gets. Before the first commit and
         call, this outcome makes the key refused, so that the completer does not run it later."""
-        if self.run.finished:
+        if self.run is None or self.run.finished:
             return None
         if isinstance(error, (LockLost, KeyStuck, Unavailable)):
             return None

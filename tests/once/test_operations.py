@@ -18,6 +18,7 @@ from django.utils import timezone, translation
 from django.utils.translation import get_language
 
 from idempotency import conf
+from idempotency._engine.calls import Calls
 from idempotency._engine.phased_run import current_key
 from idempotency._operations.results import encoded
 from idempotency.completer import complete_key
@@ -227,6 +228,22 @@ def test_a_lost_database_is_unavailable(bank: Bank) -> None:
         charge.once("key", name="one", cents=1)
     bank.inside = lambda: None
     assert charge.once("key", name="one", cents=1) == {"transfer": 0}
+
+
+@pytest.mark.postgres
+def test_a_database_that_is_lost_as_a_run_resumes_is_unavailable(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(self: Calls) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    bank.after = broken
+    with pytest.raises(Unfinished):
+        charge.once("key", name="one", cents=1)
+    monkeypatch.setattr(Calls, "read_doubts", lose)
+    with pytest.raises(Unavailable):
+        charge.once("key", name="one", cents=1)
 
 
 @pytest.mark.postgres
