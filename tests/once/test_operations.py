@@ -1,5 +1,6 @@
 """Operations in one process: what runs, what is stored, and what each caller gets."""
 
+import asyncio
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +9,10 @@ from threading import get_ident
 from typing import Any
 
 import pytest
-from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
+from asgiref.sync import ThreadSensitiveContext, sync_to_async
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
-from django.db import DatabaseError, OperationalError, connection, transaction
+from django.db import DatabaseError, OperationalError, connection, connections, transaction
 from django.db.models.signals import post_save
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone, translation
@@ -130,9 +131,10 @@ def test_an_async_call_of_a_request_uses_the_thread_of_the_request() -> None:
         async with ThreadSensitiveContext():
             await sync_to_async(lambda: threads.append(get_ident()))()
             results.append(await note.aonce("key", name="one"))
+            await sync_to_async(connections.close_all)()
 
     with on_save(lambda **_: threads.append(get_ident())):
-        async_to_sync(view)()
+        asyncio.run(view())
     assert (len(threads), len(set(threads))) == (2, 1)
     assert results == [note.once("key", name="one")]
 
