@@ -125,8 +125,9 @@ class Settings:
     #: several databases it also chooses the shard of an operation; then the request is None.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
     #: A callable or its dotted path, called with an unfinished key. It returns the answer that the
-    #: rows of the project show, or None: an ``HttpResponse``, or for an operation its result or
-    #: ``Rejected``. The action *Answer* of the admin offers it for many keys.
+    #: rows of the project show: an ``HttpResponse``, or for an operation its result or
+    #: ``Rejected``. It returns None if the rows show no answer. The action *Answer* of the admin
+    #: offers it for many keys.
     ANSWER_FOR_KEY: str | Callable[..., Any] | None = None
 
 
