@@ -88,9 +88,10 @@ def test_a_guide_installs_all_that_it_needs(guide: str, checkout: Path, tmp_path
 
 
 def follow_and_check(project: Project, guide: str) -> None:
-    """Follow a guide; the system checks then find nothing in the project."""
+    """Follow a guide; the system checks then find nothing in the project, if there is one."""
     project.follow((GUIDES / guide).read_text())
-    assert "no issues" in project.run("python manage.py check")
+    if (project.folder / "manage.py").exists():
+        assert "no issues" in project.run("python manage.py check")
 
 
 def test_the_guide_to_clients_can_be_followed(tmp_path: Path) -> None:
