@@ -31,7 +31,9 @@ _CONSEQUENCE = (
     " with one key could both run"
 )
 
-_INTERNAL_ERROR = "XX000"
+#: Errors of the coordinator of Citus that do not say what failed on a worker: an internal error,
+#: and a COPY that failed.
+_INTERNAL_ERROR, _IO_ERROR = "XX000", "58030"
 
 #: By alias: whether a supported engine is Citus. Each process asks a database once.
 _is_citus: dict[str, bool] = {}
@@ -110,12 +112,11 @@ def lock_timeout(connection: BaseDatabaseWrapper, limit: str) -> list[str]:
 @contextmanager
 def worker_errors(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """Raise the error of a worker of Citus instead of the internal error (XX000) of the
-    coordinator.
+    coordinator, or of the COPY (58030) with which it writes the rows of some statements.
 
     If a worker refuses a COMMIT, the coordinator reports the error as a warning. For a worker that
-    it has lost it reports none, and the internal error is in words of several libraries. Any other
-    internal error is treated as the loss of a worker: whether the transaction was committed is
-    unknown too.
+    it has lost it reports none, and the error is in words of several libraries. Any other such
+    error is treated as the loss of a worker: whether the transaction was committed is unknown too.
     """
     own = connection.connection
     if own is None or not is_citus(connection):
@@ -134,7 +135,7 @@ def worker_errors(connection: BaseDatabaseWrapper) -> Iterator[None]:
     try:
         yield
     except DatabaseError as error:
-        if getattr(error.__cause__, "sqlstate", None) != _INTERNAL_ERROR:
+        if getattr(error.__cause__, "sqlstate", None) not in (_INTERNAL_ERROR, _IO_ERROR):
             raise
         with connection.wrap_database_errors:
             raise (

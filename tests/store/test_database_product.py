@@ -324,12 +324,21 @@ class TestErrorsOfWorkers:
         assert connection_lost(caught.value, "default")
         assert not ProcessedMessage.objects.exists()
 
-    def test_a_worker_that_was_lost_before_a_statement_is_a_lost_connection(self) -> None:
-        message = "failure on connection marked as essential: 10.0.0.2:5432"
+    @pytest.mark.parametrize(
+        ("message", "sqlstate"),
+        [
+            ("failure on connection marked as essential: 10.0.0.2:5432", "XX000"),
+            ("failed to COPY to shard 102010 on 10.0.0.2:5432", "58030"),
+        ],
+    )
+    def test_a_worker_that_was_lost_before_a_statement_is_a_lost_connection(
+        self, message: str, sqlstate: str
+    ) -> None:
+        fail = f"DO $$ BEGIN RAISE '{message}' USING ERRCODE = '{sqlstate}'; END $$"
         with another_engine(*citus_with("n", "s")):
             claim()
             with pytest.raises(OperationalError) as caught, own_cursor("default", Cursor) as cursor:
-                cursor.execute(f"DO $$ BEGIN RAISE '{message}' USING ERRCODE = 'XX000'; END $$")
+                cursor.execute(fail)
             assert connection_lost(caught.value, "default")
 
     @pytest.mark.parametrize("cause", ["01000", "99999", "XX000"])
