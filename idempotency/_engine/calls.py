@@ -18,7 +18,7 @@ from idempotency._async import NeverEntered, either_context
 from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.errors import connection_lost, drop_connection
+from idempotency._engine.errors import drop_connection, session_timed_out
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
@@ -42,6 +42,8 @@ class Calls:
         self._open: set[str] = set()
         #: At-most-once calls without a recorded result, with the error that a later phase raises.
         self._unsettled: dict[str, IdempotencyError] = {}
+        #: The connection was lost before the result of a call was written.
+        self._lost = False
 
     @either_context(holds_transaction=False)
     def keyed(self, name: str, valid_seconds: int | None) -> Iterator[KeyedCall]:
@@ -56,7 +58,7 @@ class Calls:
         try:
             self._begin(name)
         except Error as error:
-            if not connection_lost(error, self._using):
+            if not session_timed_out(error, self._using):
                 raise
             self._begin(name)  # on a new connection
         self._key.begun = True
@@ -115,6 +117,7 @@ class Calls:
             return begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
 
     def _begin(self, name: str) -> None:
+        self.require_session()
         if self._key.begun_call == name:
             self._key.begun_call = ""
             return
@@ -124,13 +127,12 @@ class Calls:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
         if call.may_be_repeated and not call.recorded:
-            _write_through_outage(partial(_delete_intent, row, using=using), using=using)
+            self._lost = _write_through_outage(partial(_delete_intent, row, using=using), using)
             self._unsettled[name] = CallNotRecorded()
             self._ended.discard(name)
             return
-        _write_through_outage(
-            partial(_write_outcome, self._key, row, call, using=using), using=using
-        )
+        write = partial(_write_outcome, self._key, row, call, using=using)
+        self._lost = _write_through_outage(write, using)
         if call.recorded:
             self._unsettled.pop(name, None)
 
@@ -143,6 +145,15 @@ class Calls:
                 self._unsettled[name] = _call_in_doubt(name)
             else:
                 self._recorded.add(name)
+
+    def require_session(self) -> None:
+        """Raise OperationalError if the connection was lost during a call. The new session lacks
+        what a middleware has set, such as the tenant; a retry has that, and the result of the call.
+        ``on_abandon`` continues, because nobody would run it again."""
+        if self._lost and not self._stuck_code:
+            raise OperationalError(
+                "The connection was lost during a call. The result of the call is stored."
+            )
 
     def require_no_open_call(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""
@@ -221,18 +232,22 @@ def _write_outcome(
             calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
 
 
-def _write_through_outage(write: Callable[[], object], *, using: str, retries: int = 20) -> None:
+def _write_through_outage(write: Callable[[], object], using: str, *, retries: int = 20) -> bool:
     """Run ``write``, and retry for ten seconds while the database is unavailable or read-only.
+    Return whether the connection was lost, unless the session was idle for too long.
 
     Only this process knows the outcome of the call. If it cannot be written, the key requires
     manual intervention.
     """
+    lost = False
     for left in reversed(range(retries + 1)):
         try:
             write()
-            return
-        except (OperationalError, InterfaceError, InternalError):
+            break
+        except (OperationalError, InterfaceError, InternalError) as error:
+            lost = lost or not session_timed_out(error, using)
             drop_connection(connections[using])
             if not left:
                 raise
             time.sleep(0.5)
+    return lost

@@ -23,6 +23,7 @@ _UNIQUE_VIOLATION = "23505"
 _LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
 #: The time limits of a transaction, at which PostgreSQL ends the session.
 _TIME_LIMITS = {"25P03": "idle_in_transaction_session_timeout", "25P04": "transaction_timeout"}
+_IDLE_SESSION = "57P05"
 #: A missing table and a missing column; the messages of SQLite.
 _NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 #: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second code.
@@ -115,6 +116,13 @@ def connection_lost(error: BaseException, using: str) -> bool:
     if lost:
         drop_connection(connection)
     return lost
+
+
+def session_timed_out(error: BaseException, using: str) -> bool:
+    """Return whether the server has ended an idle session at ``idle_session_timeout``; if so, drop
+    the connection."""
+    timed_out = isinstance(error, Error) and sqlstate_of(error) == _IDLE_SESSION
+    return timed_out and connection_lost(error, using)
 
 
 def exceeded_time_limit(error: BaseException | None) -> str | None:

@@ -18,10 +18,10 @@ from idempotency._engine import database_product, round_trips
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.errors import (
     NOT_SUPPORTED,
-    connection_lost,
     drop_connection,
     has_ended,
     raise_writer_busy,
+    session_timed_out,
     sqlstate_of,
 )
 from idempotency._engine.limits import IDLE, LOCK, Limits
@@ -125,8 +125,10 @@ class OwnTransaction:
         """Begin with the level, the time limits and the first statement, in one round trip if round
         trips are merged. After an error the connection is outside of a transaction, or closed.
 
-        Without a first statement, begin on a new connection if the old one was lost, for example
-        at ``idle_session_timeout`` during a call. The fence refuses a session with other keys."""
+        Without a first statement, begin on a new connection if the server has ended the session at
+        ``idle_session_timeout``, for example during a call: a retry would repeat the call, and meet
+        the same limit. After another loss a retry may succeed, in a session that the middleware of
+        the project has set up again."""
         connection, first, is_second = self.connection, self._first, self._begun
         vars(connection).pop(_BEGIN_HOOK, None)  # for this transaction only
         self._begun = True
@@ -157,7 +159,7 @@ class OwnTransaction:
                 drop_connection(connection)
                 # A standby refused BEGIN: treat it as a broken connection.
                 raise OperationalError(*failure.args) from None
-            if first is not None or is_second or not connection_lost(failure, connection.alias):
+            if first is not None or is_second or not session_timed_out(failure, connection.alias):
                 raise
             connection.ensure_connection()
             self.begin()
@@ -246,8 +248,8 @@ def durable_transaction(
     begun = False
     try:
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
-            if connection.connection is not None and connection.connection.closed:
-                connection.close()  # Django opens a new one.
+            if first is not None and connection.connection and connection.connection.closed:
+                connection.close()  # Nothing ran yet: Django opens a new one.
             # Receivers of ``connection_created`` may begin transactions of theirs.
             database_product.psycopg_connection(connection)
             vars(connection)[_BEGIN_HOOK] = own.begin

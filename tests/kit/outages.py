@@ -1,17 +1,27 @@
 """A database that cannot be reached, or accepts no writes."""
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from django.db import connection
 
+from tests.kit.threads import WAIT_SECONDS
+
 
 def cut_this_connection() -> None:
     """Cut the connection of this thread without a message, like a network failure."""
     with socket.socket(fileno=os.dup(connection.connection.fileno())) as wire:
         wire.shutdown(socket.SHUT_RDWR)
+
+
+def time_out_this_session() -> None:
+    """Wait until the server has ended the session of this thread at ``idle_session_timeout``."""
+    with connection.cursor() as cursor:
+        cursor.execute("SET idle_session_timeout = '50ms'")
+    assert select.select([connection.connection.fileno()], [], [], WAIT_SECONDS)[0]
 
 
 def make_read_only(on: bool) -> None:

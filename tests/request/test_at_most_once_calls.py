@@ -491,7 +491,7 @@ def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(
         call.record("paid")
 
     serve(view=texting(block))
-    assert sender.send().status_code == 200
+    assert sender.send().status_code == 503
     assert DownstreamCall.objects.get().result == "paid"
 
 

@@ -377,7 +377,7 @@ def test_a_write_is_tried_until_it_is_done_and_given_up_when_the_database_stays_
             raise OperationalError("the server is not there")
 
     with end:
-        calls._write_through_outage(write, using="default", retries=2)
+        calls._write_through_outage(write, "default", retries=2)
     assert len(made) == tries
 
 

@@ -14,7 +14,7 @@ from idempotency._engine.errors import drop_connection
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.kit.outages import cut_this_connection
+from tests.kit.outages import cut_this_connection, time_out_this_session
 from tests.kit.serving import Sender, View, problem
 from tests.kit.threads import elsewhere
 from tests.kit.views import Counted, both_kinds, create, phased, two_phases
@@ -120,12 +120,33 @@ def test_connection_lost_at_the_end_of_the_view_is_a_503(
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_phase_replaces_a_connection_that_was_lost_since_the_last_one(
+def test_connection_lost_between_phases_is_a_503_and_the_retry_resumes(
     cut: Callable[[], None], serve: Serve, sender: Sender
 ) -> None:
-    """Otherwise a call that takes longer than ``idle_session_timeout`` would be repeated by each
-    retry, and the request would never end."""
-    calls = Counted(lambda request: cut())
+    """A new connection lacks what a middleware has set for the session, such as the tenant."""
+    calls = Counted(lambda request: cut() if calls.runs == 1 else None)
+    serve(
+        view=two_phases(
+            first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)
+        )
+    )
+    assert _unavailable(sender.send())
+    assert sender.send().status_code == 201
+    assert (first.runs, calls.runs) == (1, 2)
+
+
+@pytest.mark.postgres
+def test_connection_lost_between_calls_is_a_503(serve: Serve, sender: Sender) -> None:
+    serve(view=_two_calls(cut_this_connection))
+    assert _unavailable(sender.send())
+
+
+@pytest.mark.postgres
+def test_a_phase_replaces_a_session_that_timed_out_during_a_call(
+    serve: Serve, sender: Sender
+) -> None:
+    """Otherwise each retry would repeat the call, and the request would never end."""
+    calls = Counted(lambda request: time_out_this_session())
     serve(
         view=two_phases(
             first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)
@@ -136,22 +157,60 @@ def test_a_phase_replaces_a_connection_that_was_lost_since_the_last_one(
 
 
 @pytest.mark.postgres
-def test_a_call_replaces_a_connection_that_was_lost_since_the_last_one(
+def test_a_call_replaces_a_session_that_timed_out_during_another_call(
     serve: Serve, sender: Sender
 ) -> None:
+    serve(view=_two_calls(time_out_this_session))
+    assert sender.send().status_code == 201
+
+
+def _two_calls(call: Callable[[], None]) -> View:
     @idempotent(recovery_points=["called"])
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         with key.call("first"):
-            cut_this_connection()
+            call()
         with key.call("second"):
             pass
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse(status=201))
         return key.response()
 
+    return view
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(
+    ("lose", "status"), [(cut_this_connection, 503), (time_out_this_session, 201)]
+)
+@pytest.mark.parametrize("then", ["phase", "call"])
+def test_after_a_connection_was_lost_in_an_at_most_once_call_a_retry_has_its_result(
+    lose: Callable[[], None], status: int, then: str, serve: Serve, sender: Sender
+) -> None:
+    paid: list[int] = []
+    ran: list[str] = []
+
+    @idempotent(recovery_points=["paid"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with key.call("payment", at_most_once=True) as call:
+            if call.due:
+                paid.append(1)
+                lose()
+                call.record("paid")
+        if then == "call":
+            with key.call("receipt"):
+                ran.append("in a new session")
+        with atomic_phase(key) as phase:
+            ran.append("in a new session")
+            phase.set_response(HttpResponse(call.result, status=201))
+        return key.response()
+
     serve(view=view)
-    assert sender.send().status_code == 201
+    assert sender.send().status_code == status
+    assert bool(ran) is (status == 201)
+    assert sender.send().content == b"paid"
+    assert paid == [1]
 
 
 @pytest.fixture

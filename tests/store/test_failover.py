@@ -49,7 +49,7 @@ def test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again(
         call.record("paid")
 
     serve(view=texting(block))
-    assert sender.send().status_code == 200
+    assert sender.send().status_code == 503
     assert DownstreamCall.objects.get().result == "paid"
 
 

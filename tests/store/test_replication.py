@@ -33,7 +33,7 @@ from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.claims import claim
 from tests.kit.commands import FAILING
 from tests.kit.loops import lines, looping
-from tests.kit.outages import cut_this_connection
+from tests.kit.outages import time_out_this_session
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, background, elsewhere
 from tests.kit.views import Counted, both_kinds, plain, texting, two_phases
@@ -192,7 +192,7 @@ def test_a_phase_on_a_new_connection_is_confirmed(
         view=two_phases(
             lambda request: None,
             lambda request: HttpResponse(status=201),
-            call=cut_this_connection,
+            call=time_out_this_session,
         )
     )
     confirm(True)
