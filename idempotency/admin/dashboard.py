@@ -24,11 +24,13 @@ from idempotency.admin import charts, error_groups
 from idempotency.admin.bulk_keys import KeyAction
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.bulk_works import works_of
-from idempotency.admin.filters import AGES, Age
+from idempotency.admin.filters import AGES, DUE, FOR_REVIEW, Age
+from idempotency.exceptions import StuckCode
 from idempotency.models import STARTED, StagedJob
 from idempotency.monitoring import findings, heartbeats, measures
 
-#: The maximum number of processes that are shown, those with the youngest heartbeats.
+#: The maximum number of processes that are shown, those with the youngest heartbeats. The same
+#: holds for crashed processes.
 MAX_PROCESSES = 100
 #: The maximum number of groups of each kind that are shown, the largest first.
 MAX_GROUPS = 20
@@ -95,12 +97,16 @@ def _keys(request: HttpRequest, key_admin: Any) -> _Part:
     keys, groups = error_groups.unfinished_keys(every)
     shown: dict[str, Any] = _of_keys(keys, groups, url)
     shown |= {"keys_url": url, "key_actions": _key_actions(request, key_admin)}
-    behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
+    behind = {"stuck_keys": f"{url}?state={FOR_REVIEW}", "completer_late": f"{url}?state={DUE}"}
     found = [(finding, behind.get(finding.code, "")) for finding in findings.of_keys(keys)]
     notes = []
     if count := keys.by_state[KeyState.ACKNOWLEDGED]:
         text = gettext("Acknowledged keys, which are not finished: %(count)s.")
         notes.append((text % {"count": Grouped(count)}, f"{url}?state=acknowledged"))
+    if count := keys.for_clients:
+        text = gettext("Stuck keys that wait for a retry of their clients: %(count)s.")
+        of_clients = f"{url}?state=stuck&stuck_code={StuckCode.REFUSED_WHEN_REBUILT}"
+        notes.append((text % {"count": Grouped(count)}, of_clients))
     return _Part(shown, found, notes)
 
 
@@ -109,7 +115,7 @@ def _jobs(request: HttpRequest, job_admin: Any) -> _Part:
     jobs = measures.staged_jobs(every)
     shown: dict[str, Any] = _of_jobs(jobs, error_groups.groups_of_failed_jobs(every), url)
     shown |= {"jobs_url": url, "job_actions": _actions(request, job_admin)}
-    states = {"jobs_late": "due", "jobs_not_deleted": "waiting", "jobs_failed": "failed"}
+    states = {"jobs_late": "due", "jobs_not_deleted": "not_deleted", "jobs_failed": "failed"}
     behind = {code: f"{url}?state={state}" for code, state in states.items()}
     found = [(finding, behind.get(finding.code, "")) for finding in findings.of_jobs(jobs)]
     return _Part(shown, found, [])
@@ -197,13 +203,16 @@ def _known_processes(alias: str) -> list[measures.Process]:
 
 def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
     """Return the processes; separately, those without a recent heartbeat whose loop runs in another
-    process; the names of the loops without a process; and the state of each loop."""
-    shown = sorted(processes[:MAX_PROCESSES], key=attrgetter("name", "host", "pid"))
+    process, and their number; the names of the loops without a process; and the state of each
+    loop."""
     lags, loops = measures.lags(processes), heartbeats.LOOPS.items()
-    gone = [each for each in shown if each.age > heartbeats.SILENT_SECONDS and not each.silent]
+    gone = [each for each in processes if each.age > heartbeats.SILENT_SECONDS and not each.silent]
+    present = [process for process in processes if process not in gone]
+    by_place = attrgetter("name", "host", "pid")
     return {
-        "processes": [process for process in shown if process not in gone],
-        "gone": gone,
+        "processes": sorted(present[:MAX_PROCESSES], key=by_place),
+        "gone": sorted(gone[:MAX_PROCESSES], key=by_place),
+        "gone_count": len(gone),
         "absent": [name for name in heartbeats.LOOPS if name not in lags],
         "loops": [(name, _state_of(lags.get(name), consequence)) for name, consequence in loops],
     }

@@ -20,7 +20,7 @@ from idempotency.admin.bodies import VIEWED
 from idempotency.admin.error_groups import in_error_group, in_key_groups
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import FINISHED, IdempotencyKey
-from idempotency.monitoring.measures import SPANS
+from idempotency.monitoring.measures import NOT_FOR_REVIEW, SPANS
 
 #: A filter or search without an index reads at most this many rows, the newest ones.
 NEWEST = 20_000
@@ -30,6 +30,9 @@ MAX_GROUPED = 5000
 #: PostgreSQL would search the whole table in the order of the list.
 MAX_MINE = 1000
 _BIGGEST_ID = 2**63 - 1
+#: Choices of the filter by state that are not a state: all unfinished keys, the stuck keys that
+#: need manual review, and the keys that the completer would run now.
+UNFINISHED, FOR_REVIEW, DUE = "unfinished", "for_review", "due"
 #: The name of the attribute of a bulk request with the time of its confirmation. AgeFilter computes
 #: ages at this time.
 AS_OF = "idempotency_as_of"
@@ -82,7 +85,7 @@ def row_id(term: str) -> int | None:
 
 
 class StateFilter(admin.SimpleListFilter):
-    """The states of a key, and all that are unfinished."""
+    """The states of a key, and the keys that the findings of the dashboard count."""
 
     title = _("state")
     parameter_name = "state"
@@ -90,12 +93,18 @@ class StateFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
         return [
             *((state.replace(" ", "_"), state.label) for state in KeyState),
-            ("unfinished", _("unfinished")),
+            (UNFINISHED, _("unfinished")),
+            (FOR_REVIEW, _("needs manual review")),
+            (DUE, _("due for the completer")),
         ]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        if self.value() == "unfinished":
+        if self.value() == UNFINISHED:
             return queryset.unfinished()
+        if self.value() == FOR_REVIEW:
+            return queryset.stuck().exclude(stuck_code__in=NOT_FOR_REVIEW)
+        if self.value() == DUE:
+            return queryset.abandoned()
         chosen = [state for state in KeyState if state.replace(" ", "_") == self.value()]
         return queryset.in_state(*chosen) if chosen else queryset
 
@@ -246,4 +255,5 @@ class MineFilter(admin.SimpleListFilter):
 def selects_unfinished(request: HttpRequest) -> bool:
     """Return whether the filter by state selects only unfinished keys, which have an index."""
     chosen = (request.GET.get("state") or "").replace("_", " ")
-    return chosen == "unfinished" or chosen in {*KeyState} - {KeyState.FINISHED, KeyState.REFUSED}
+    others = {KeyState.FINISHED, KeyState.REFUSED}
+    return chosen in {UNFINISHED, FOR_REVIEW, DUE, *KeyState} - others

@@ -22,19 +22,21 @@ from idempotency.admin.filters import AgeFilter, JobErrorGroupFilter, row_id
 from idempotency.admin.form_filters import TextFilter
 from idempotency.admin.reading import filter_link, preformatted, pretty
 from idempotency.models import IdempotencyKey, StagedJob
+from idempotency.monitoring.measures import NOT_DELETED
 from idempotency.templatetags.idempotency_admin import ago
 
 
 class JobStateFilter(admin.SimpleListFilter):
     """Failed jobs and waiting jobs. A waiting job is due, or not due yet, or held by an earlier job
-    of its group."""
+    of its group. The broker has some of the waiting jobs, whose rows cannot be deleted."""
 
     title = _("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
         waiting = ("waiting", _("waiting")), ("due", _("due")), ("later", _("not due yet"))
-        return [*waiting, ("held", _("held by their group")), ("failed", _("failed"))]
+        held, failed = ("held", _("held by their group")), ("failed", _("failed"))
+        return [*waiting, held, failed, ("not_deleted", _("sent, but cannot be deleted"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         chosen = {
@@ -43,6 +45,7 @@ class JobStateFilter(admin.SimpleListFilter):
             "later": Q(IN_TURN, failed_at__isnull=True, run_at__gt=Now()),
             "held": Q(HELD, failed_at__isnull=True),
             "failed": Q(failed_at__isnull=False),
+            "not_deleted": Q(NOT_DELETED, failed_at__isnull=True),
         }
         return queryset.filter(chosen.get(self.value() or "", Q()))
 

@@ -94,7 +94,8 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
         """Return the order of the list: the oldest first for stuck keys, else the newest first."""
-        return ("created_at", "pk") if request.GET.get("state") == "stuck" else ("-created_at",)
+        is_stuck = request.GET.get("state") in (KeyState.STUCK, filters.FOR_REVIEW)
+        return ("created_at", "pk") if is_stuck else ("-created_at",)
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """Show the list, with the saved views and the link to the CSV file of the listed keys."""

@@ -34,15 +34,15 @@ def of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
             _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
             % {"count": Grouped(keys.for_review), "duration": duration(keys.stuck_for)},
             _(
-                "Open the admin's list of keys with the filter 'stuck'. The page of each key shows"
-                " the reason and the actions."
+                "Open the admin's list of keys with the filter 'needs manual review'. The page of"
+                " each key shows the reason and the actions."
             ),
             in_admin=_("The page of each key shows the reason and the actions."),
         )
     if keys.completer_lag > LATE_SECONDS:
         yield Finding(
             "completer_late",
-            _("An abandoned key has waited %(duration)s for the completer.")
+            _("A key has waited %(duration)s for the completer.")
             % {"duration": duration(keys.completer_lag)},
             _(
                 "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look"

@@ -28,6 +28,10 @@ MAX_HEARTBEATS = 10_000
 #: The ages in seconds at which the spans of an age begin. A span is the index of its begin; the
 #: span of a negative age is -1.
 SPANS = (0, 300, 3600, 86400)
+#: The stuck codes of keys that need no manual review: they wait for a retry of their clients.
+NOT_FOR_REVIEW = (StuckCode.REFUSED_WHEN_REBUILT,)
+#: The condition of waiting jobs that the broker has, but whose rows could not be deleted.
+NOT_DELETED = Q(last_error__startswith=f"{NotDeleted.__name__}:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,12 @@ class UnfinishedKeys:
     @property
     def for_review(self) -> int:
         """The number of stuck keys that need manual review."""
-        return sum(count for code, count in self.stuck_by_code.items() if _is_for_review(code))
+        return self.stuck_by_code.total() - self.for_clients
+
+    @property
+    def for_clients(self) -> int:
+        """The number of stuck keys that wait for a retry of their clients."""
+        return sum(self.stuck_by_code[code] for code in NOT_FOR_REVIEW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +85,6 @@ class Process:
     pid: int
     age: float
     silent: bool
-
-
-def _is_for_review(code: str) -> bool:
-    """Return whether a key with this stuck code needs manual review. A key that is refused when
-    rebuilt waits for a retry of its client."""
-    return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
 def unfinished_keys(every: Any, *columns: str, **aggregates: Any) -> UnfinishedKeys:
@@ -113,7 +116,7 @@ def unfinished_keys(every: Any, *columns: str, **aggregates: Any) -> UnfinishedK
         spans,
         _longest(row.age for row in of_completer),
         _longest(row.lag for row in of_completer if row.state != KeyState.IN_FLIGHT),
-        _longest(row.stuck_for for row in stuck if _is_for_review(row.stuck_code)),
+        _longest(row.stuck_for for row in stuck if row.stuck_code not in NOT_FOR_REVIEW),
         groups,
     )
 
@@ -158,13 +161,12 @@ def keys_to_reap(using: str, late_seconds: int) -> int:
 
 def staged_jobs(jobs: Any) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from four queries."""
-    is_not_deleted = Q(last_error__startswith=f"{NotDeleted.__name__}:")
     # Counts with a filter: PostgreSQL would sort all jobs to group them by span.
     after = {
         f"after_{begin}": Count("pk", filter=Q(run_at__gt=_Once(before_now(begin))))
         for begin in SPANS
     }
-    columns = {"number": Count("pk"), "kept": Count("pk", filter=is_not_deleted), **after}
+    columns = {"number": Count("pk"), "kept": Count("pk", filter=NOT_DELETED), **after}
     # Apart, because a look-up of the earlier jobs of its group is planned for each job otherwise.
     parts = [
         jobs.filter(part, failed_at__isnull=True).aggregate(age=Now() - Min("run_at"), **columns)

@@ -47,6 +47,9 @@ STATES = {
     "refused": "finished_at IS NULL AND refused_at IS NOT NULL",
     "finished": "finished_at IS NOT NULL",
 }
+FOR_CLIENTS = f"{STATES['stuck']} AND stuck_code = 'refused_when_rebuilt'"
+FOR_REVIEW = f"{STATES['stuck']} AND stuck_code <> 'refused_when_rebuilt'"
+NOT_GIVEN_UP = "(stuck_at IS NULL OR stuck_code = 'unknown_recovery_point')"
 AGES = {
     "under 5 minutes": "interval '0 s' AND interval '5 min'",
     "5 minutes to an hour": "interval '5 min' AND interval '1 h'",
@@ -63,6 +66,7 @@ FIRST = f'(SELECT min(group_position) FROM {JOB} AS of WHERE of."group" = {JOB}.
 IN_TURN = f"{WAITING} AND coalesce(group_position = {FIRST}, true)"
 DUE_JOBS = f"{IN_TURN} AND run_at <= statement_timestamp()"
 HELD_JOBS = f"{WAITING} AND group_position > {FIRST}"
+NOT_DELETED = "last_error LIKE 'NotDeleted:%'"
 AN_HOUR = AGED.format("run_at", AGES["5 minutes to an hour"])
 #: The rows of the outage that ``filled`` does not make.
 MORE = (
@@ -75,6 +79,11 @@ MORE = (
     f" last_run_at = now() - interval '8 days', handed_back_at = now()"
     f" WHERE {OPEN} AND id % 500 = 10",
     f"UPDATE {KEY} SET recovery_point = 'started' WHERE {OPEN} AND id % 5 = 1",
+    # Some stuck keys wait for their clients, others for a deploy.
+    f"UPDATE {KEY} SET stuck_code = 'refused_when_rebuilt'"
+    " WHERE stuck_code = 'attempts_exhausted' AND id % 50 = 11",
+    f"UPDATE {KEY} SET stuck_code = 'unknown_recovery_point'"
+    " WHERE stuck_code = 'attempts_exhausted' AND id % 50 = 12",
     f"UPDATE {KEY} SET expires_at = now() - interval '2 h' WHERE id % 40 = 3 AND NOT ({OPEN})",
     f"UPDATE {KEY} SET response_code = 402 WHERE finished_at IS NOT NULL AND id % 9 = 0",
     f"UPDATE {JOB} SET queue = 'mail', hand_overs = 3, refusals = 2 WHERE run_at > now()",
@@ -138,7 +147,7 @@ class Tables(HTMLParser):
 
 def number(text: str) -> int:
     """Return the first number of a text."""
-    return int(re.findall(r"[\d,]+", text)[0].replace(",", ""))
+    return int(re.findall(r"\d[\d,]*", text)[0].replace(",", ""))
 
 
 def bars(caption: str) -> Callable[[Any], dict[str, int]]:
@@ -228,11 +237,12 @@ def of_dashboard() -> Iterator[Figure]:
         ("at charged", bars("charged"), by(aged("created_at"), at.format(OPEN, "charged"))),
         ("causes", groups("Stuck keys, by cause", 1), by("stuck_code", stuck)),
         ("requests", groups("Stuck keys, by cause", 3), by("'POST /rides/#/pay'", stuck)),
-        ("stuck", says("Keys that need manual review: N,"), count(stuck)),
+        ("for review", says("Keys that need manual review: N,"), count(FOR_REVIEW)),
+        ("for clients", says("wait for a retry of their clients: N"), count(FOR_CLIENTS)),
         ("acknowledged", says("which are not finished: N"), count(STATES["acknowledged"])),
         ("due", says("Staged jobs that are due: N,"), count(DUE_JOBS, JOB)),
         ("failed", says("Staged jobs that have failed: N"), count(failed, JOB)),
-        ("kept", says("cannot be deleted: N"), count("last_error LIKE 'NotDeleted:%'", JOB)),
+        ("kept", says("cannot be deleted: N"), count(NOT_DELETED, JOB)),
         ("waiting", bars("Waiting, by age"), by(waiting, WAITING, JOB)),
         ("failed jobs", bars("Failed, by name"), by("job_name", failed, JOB)),
         ("job groups", groups("Failed jobs, by cause", 1), by("job_name", failed, JOB)),
@@ -249,6 +259,8 @@ LISTS = {
         "": "true",
         "state=unfinished": OPEN,
         **{f"state={name.replace(' ', '_')}": condition for name, condition in STATES.items()},
+        "state=for_review": FOR_REVIEW,
+        "state=due": f"{FREE} AND {NOT_GIVEN_UP} AND {DUE}",
         "stuck_code=view_gave_up": f"{OPEN} AND stuck_code = 'view_gave_up'",
         "recovery_point=started": f"{OPEN} AND recovery_point = 'started'",
         "age=older": AGED.format("created_at", AGES["over a day"]),
@@ -269,6 +281,7 @@ LISTS = {
         "state=due&age=hour": f"{IN_TURN} AND {AN_HOUR}",
         "state=later": f"{IN_TURN} AND run_at > statement_timestamp()",
         "state=held": HELD_JOBS,
+        "state=not_deleted": NOT_DELETED,
         "state=waiting&age=hour": f"{WAITING} AND {AN_HOUR}",
         "job_name=shop.jobs.sms": "job_name = 'shop.jobs.sms'",
         "queue=mail": "queue = 'mail'",
@@ -327,7 +340,7 @@ def of_monitoring() -> Iterator[Figure]:
     """The doctor and the metrics, by the names of their figures."""
     since, free = "SELECT extract(epoch FROM statement_timestamp() - min({}))", f"{FREE} AND {{}}"
     late = f"expires_at < statement_timestamp() - interval '{REAPER_LATE_SECONDS} s'"
-    alone, waited = "stuck_at IS NULL", f"greatest({DUE_AT}, handed_back_at)"
+    waited = f"greatest({DUE_AT}, handed_back_at)"
     oldest_job = f"{since.format('run_at')} FROM {JOB} WHERE {IN_TURN}"
     for page, figures in {
         "doctor": {
@@ -337,7 +350,7 @@ def of_monitoring() -> Iterator[Figure]:
             "keys_acknowledged": count(STATES["acknowledged"]),
             "keys_to_reap": count(late),
             "completer_lag_seconds": (
-                f"{since.format(waited)} FROM {KEY} WHERE {free.format(alone)}"
+                f"{since.format(waited)} FROM {KEY} WHERE {free.format(NOT_GIVEN_UP)}"
             ),
             "due_jobs": count(DUE_JOBS, JOB),
             "failed_jobs": count("failed_at IS NOT NULL", JOB),
@@ -348,7 +361,7 @@ def of_monitoring() -> Iterator[Figure]:
             "unfinished_keys": count(OPEN),
             "stuck_keys": by("stuck_code", STATES["stuck"]),
             "oldest_unfinished_seconds": (
-                f"{since.format('created_at')} FROM {KEY} WHERE {OPEN} AND {alone}"
+                f"{since.format('created_at')} FROM {KEY} WHERE {OPEN} AND {NOT_GIVEN_UP}"
             ),
             "due_jobs": count(DUE_JOBS, JOB),
             "failed_jobs": count("failed_at IS NOT NULL", JOB),
@@ -416,6 +429,30 @@ def test_each_number_on_each_page_is_that_of_a_statement(staff: Client, work: Bu
             found, wanted = shown(pages[page]), counted(sql)
             if found != wanted or not found:
                 wrong.append(f"{page} {what}: {found}, and not {wanted}")
+    assert wrong == []
+
+
+@pytest.mark.usefixtures("outage")
+def test_each_number_of_the_dashboard_leads_to_a_list_of_so_many_rows(staff: Client) -> None:
+    """The time of the oldest key that waits for the completer leads to the keys that wait."""
+    context = staff.get(DASHBOARD).context
+    drawn = [context[name] for name in ("by_state", "jobs_by_age", "jobs_failed")]
+    drawn += [bars for _, bars in context["by_point"]]
+    shown = [(context["unfinished"], context["unfinished_url"])]
+    shown += [(bar.count, bar.url) for bars in drawn for bar in bars]
+    shown += [(group.count, KEYS + query) for group, query in context["groups"]]
+    shown += [(group.count, JOBS + query) for group, query in context["job_groups"]]
+    told = [(finding.seen, url) for finding, url in context["findings"] if url]
+    told += [(text, url) for text, url in context["notes"]]
+    shown += [(number(text), url) for text, url in told if "for the completer" not in text]
+    shown += [(counted(count(f"{FREE} AND {NOT_GIVEN_UP} AND {DUE}")), f"{KEYS}?state=due")]
+    assert len(told) == 7
+    assert f"{KEYS}?state=due" in dict(map(reversed, told))
+    wrong = []
+    for wanted, url in shown:
+        found = results(staff.get(url))
+        if found != min(wanted, MAX_COUNT + 1):
+            wrong.append(f"{url}: {found}, and not {wanted}")
     assert wrong == []
 
 
