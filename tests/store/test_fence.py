@@ -2,12 +2,16 @@
 make them."""
 
 import logging
+import threading
 from copy import copy
 
 import pytest
 from django.db import transaction
 
+from idempotency import _watchdog
 from idempotency._engine import decisions, events, fence, rows
+from idempotency._engine.hung import watched_key
+from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
@@ -53,6 +57,19 @@ def test_a_plain_key_is_finished_at_the_time_that_its_claim_wrote() -> None:
         claimed_at = IdempotencyKey.objects.get().finished_at
         finish(key)
     assert IdempotencyKey.objects.get().finished_at == claimed_at
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["sent with COMMIT", "alone"])
+def test_a_fenced_update_counts_as_progress_of_its_run(last: bool) -> None:
+    """The watchdog of a loop ends a process whose run makes no progress."""
+    key = claim().key
+    with watched_key(key):
+        run = _watchdog._runs[threading.get_ident()]
+        run.progressed -= run.limit_seconds
+        assert run.hangs
+        with durable_transaction(None, using="default") as own:
+            fence.renew(key, using="default", last_of=own if last else None)
+        assert not run.hangs
 
 
 def test_a_run_that_does_not_know_of_its_commit_cannot_write_over_it() -> None:

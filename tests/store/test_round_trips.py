@@ -123,6 +123,26 @@ def test_each_statement_is_a_round_trip(
     assert messages(lambda: bench.plain(bench.request())) == trips
 
 
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("deferrable", [True, False])
+def test_begin_has_the_characteristics_that_the_project_has_set(
+    read_only: bool, deferrable: bool
+) -> None:
+    connection.ensure_connection()
+    own = connection.connection
+    own.read_only, own.deferrable = read_only, deferrable
+    try:
+        with durable_transaction("serializable", using="default"), connection.cursor() as cursor:
+            shown = []
+            for name in ("read_only", "deferrable", "isolation"):
+                cursor.execute(f"SHOW transaction_{name}")
+                shown += cursor.fetchone()
+    finally:
+        own.read_only = own.deferrable = None
+    on = {True: "on", False: "off"}
+    assert shown == [on[read_only], on[deferrable], "serializable"]
+
+
 def test_text_is_stored_in_the_encoding_that_the_session_has_now() -> None:
     key = claim().key
     with connection.cursor() as cursor:
