@@ -11,6 +11,7 @@ from itertools import cycle, product
 from typing import Any
 
 import pytest
+import rest_framework
 from django.conf import settings as settings_of_django
 from django.core.handlers.wsgi import WSGIHandler
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
@@ -191,7 +192,10 @@ def can_be_read(way: Callable[[Any], None], content_type: str, kind: Kind) -> bo
         return content_type != FORM  # Nothing tells such a form from a truncated one.
     if way is stream_without_length:
         return content_type != MULTIPART_CONTENT and kind is not rest
-    return way is not body_of_the_server or content_type != MULTIPART_CONTENT or kind is not rest
+    if way is body_of_the_server and kind is rest:
+        # Before 3.18 the parsers read the stream, which is empty, also without @idempotent.
+        return content_type != MULTIPART_CONTENT and rest_framework.VERSION >= "3.18"
+    return True
 
 
 KINDS = [plain, phased, rest]
