@@ -28,7 +28,7 @@ _HANDLERS = (
 _CONSUMED = (
     "The body was read as a stream before @idempotent could compare it. Code outside @idempotent"
     " must read request.body or request.POST instead. Django REST framework before 3.18 reads JSON"
-    " as a stream when a permission reads request.data."
+    " and URL-encoded forms as a stream when a permission reads request.data."
 )
 
 
