@@ -66,9 +66,7 @@ def _of_other_apps(
 ) -> Iterator[Linked]:
     """Yield the rows of other apps' models with a foreign key to ``key``. This takes one query for
     each model, and one more for the columns if the person may view the rows."""
-    for model, foreign_key, rows_at in linked_models(using):
-        if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
-            continue  # Without an index, the query would read the whole table.
+    for model, foreign_key, rows_at in _indexed_models(using):
         visible = viewable(site, request, model) if model in site._registry else None
         every = model._base_manager.all() if visible is None else visible
         found = every.using(rows_at).filter(**{foreign_key.name: key.pk}).order_by()
@@ -80,6 +78,34 @@ def _of_other_apps(
             states = _columns(site._registry[model], request, shown, foreign_key.name, rows_at)
         rows = [Row(str(pk), url, states.get(pk, "")) for pk, url in urls.items()]
         yield Linked(str(model._meta.verbose_name), rows, more=len(pks) > MAX_LINKED)
+
+
+def lack_values(key: IdempotencyKey, other: IdempotencyKey, *, using: str) -> bool:
+    """Return whether the rows of other apps that belong to ``key`` lack a value in a column in
+    which those of ``other`` have one. The work of ``key`` is then not done as that of ``other``
+    is."""
+    for model, foreign_key, rows_at in _indexed_models(using):
+        rows = model._base_manager.using(rows_at).order_by()
+        own, others = (
+            {
+                name
+                for row in rows.filter(**{foreign_key.name: pk}).values()[:MAX_LINKED]
+                for name, value in row.items()
+                if value not in (None, "")
+            }
+            for pk in (key.pk, other.pk)
+        )
+        if others - own:
+            return True
+    return False
+
+
+def _indexed_models(using: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield those of ``linked_models`` whose foreign key has an index: without it, a query for the
+    rows of a key would read the whole table."""
+    for model, foreign_key, rows_at in linked_models(using):
+        if not model._meta.auto_created and (foreign_key.db_index or foreign_key.unique):
+            yield model, foreign_key, rows_at
 
 
 def linked_models(using: str) -> Iterator[tuple[Any, Any, str]]:

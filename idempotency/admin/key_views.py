@@ -128,11 +128,8 @@ class KeyPageAdmin(KeyFieldsAdmin):
         if (request.POST or request.GET).get("seen") != looked["seen"]:
             self.message_user(request, TOO_LATE, messages.WARNING)
             return HttpResponseRedirect(page)
-        template, filled = None, {}
-        if name == "answer" and key.with_bodies:
-            template = answering.template_for(key, self.get_queryset(request))
-            if template is not None and "template" in request.GET:
-                filled = answering.filled_in(template)
+        template = self._template(request, key) if name == "answer" and key.with_bodies else None
+        filled = answering.filled_in(template) if template and "template" in request.GET else {}
         form = button.form_for(key)(request.POST or None, initial=looked | filled)
         if request.method == "POST" and form.is_valid() and not form.asks_again():
             sent = form.cleaned_data | {"calls": fence.pop("calls")}
@@ -153,6 +150,15 @@ class KeyPageAdmin(KeyFieldsAdmin):
     # A view must not run inside a transaction, and a later error of the page must not undo the
     # action of the button.
     press_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+
+    def _template(self, request: HttpRequest, key: Any) -> IdempotencyKey | None:
+        """Return the key from whose response an answer may start; None also if the rows of ``key``
+        say that its work is not done in the same way."""
+        found = answering.template_for(key, self.get_queryset(request))
+        alias = self._alias(key)
+        if found is None or belongings.lack_values(key, found, using=alias):
+            return None
+        return found
 
     def _ask(self, request: HttpRequest, key: Any, question: dict[str, Any]) -> HttpResponse:
         """Return the confirmation of a button, with the facts that the person needs for the

@@ -29,7 +29,7 @@ from idempotency.exceptions import KeyStuck, StuckCode
 from idempotency.interventions import acknowledge
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.urls import urlpatterns
-from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago, lock_end, make_older
 from tests.kit.claims import hand_back_and_meet_another_run
 from tests.kit.serving import Sender
@@ -408,6 +408,26 @@ def test_an_answer_can_start_from_the_last_success_of_its_path() -> None:
     assert f"#{wanted.pk}" in " ".join(
         client.post(url(key, "answer"), sent).context["preview"].notes
     )
+
+
+@pytest.mark.parametrize(
+    ("own", "is_offered"),
+    [({"stripe_charge_id": "ch_2"}, True), ({"stripe_charge_id": None}, False), (None, False)],
+    ids=["charged", "not charged", "no ride"],
+)
+def test_an_answer_does_not_start_from_a_success_that_the_row_of_the_key_denies(
+    own: dict[str, Any] | None, is_offered: bool
+) -> None:
+    key = stuck_key()
+    RideFactory(idempotency_key=earlier(), stripe_charge_id="ch_1")
+    if own is not None:
+        RideFactory(idempotency_key=key, **own)
+    asked = person("answer_idempotencykey").get(url(key, "answer"), looked_at(key, "default"))
+    assert (asked.context["template"] is not None, "Start from" in asked.text) == (
+        is_offered,
+        is_offered,
+    )
+    assert filled(key)["status"].value() == (201 if is_offered else 409)
 
 
 @pytest.mark.parametrize(
