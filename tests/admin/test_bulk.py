@@ -19,6 +19,7 @@ from idempotency.admin import bulk
 from idempotency.admin.keys import IdempotencyKeyAdmin
 from idempotency.completer import CompletePass, complete_once
 from idempotency.models import BulkWork, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.templatetags.idempotency_admin import moment
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago, lock_end
 from tests.kit.threads import all_at_once
@@ -126,6 +127,20 @@ def test_an_action_on_all_reaches_all_that_match_and_nothing_else(action: str) -
         stuck_code="" if action == "hand_back" else "attempts_exhausted"
     )
     assert all(key.history[-1]["detail"].endswith(": ticket 7") for key in histories)
+
+
+def test_two_works_of_one_action_differ_by_their_notes_and_times() -> None:
+    client, _ = person(), stuck_keys(4)
+    works = {}
+    for note in ("ticket 7", "ticket 8"):
+        sent = question(client, ACKNOWLEDGE) | {"note": note}
+        works[note] = confirm(client, ACKNOWLEDGE, sent)
+    for note, url in works.items():
+        page = client.get(url)
+        assert f"Note: {note}" in page.text
+        assert f"at {moment(page.context['work'].created_at)}." in page.text
+    shown = client.get(f"{KEYS}dashboard/").text
+    assert [note for note in works if f">{note}<" in shown] == [*works]
 
 
 def test_a_group_that_was_acknowledged_is_put_back_on_the_list() -> None:
