@@ -18,13 +18,11 @@ from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
-from uuid import uuid4
 from xml.etree import ElementTree
 
 import pytest
 from django.core.management import get_commands, load_command_class
 from django.test import RequestFactory
-from django.utils import timezone
 
 from idempotency import conf, exceptions
 from idempotency._http import problems
@@ -49,7 +47,6 @@ from rides_demo.management.commands import seed, serve
 from rides_demo.parameters import ride_parameters_problem
 from rides_demo.processes.embedded import wheel_binary
 from tests.factories import IdempotencyKeyFactory, UserFactory
-from tests.kit.examples import file_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -162,25 +159,6 @@ def test_the_lines_of_the_processes_are_those_that_they_write() -> None:
 def only_example(page: str) -> str:
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     return str(code)
-
-
-@pytest.mark.django_db(transaction=True)
-def test_the_example_of_a_shell_hands_stuck_keys_back() -> None:
-    now = timezone.now()
-    stuck = {"stuck_at": now, "stuck_reason": "It failed 25 times.", "claim_token": uuid4()}
-    key, other = (
-        IdempotencyKeyFactory(stuck_code=code, **stuck)
-        for code in ("view_gave_up", "call_in_doubt")
-    )
-    script = file_of("a-key-is-stuck.md", "hand_back.py")
-    exec(compile(script, "shell", "exec"), {})
-    key.refresh_from_db()
-    other.refresh_from_db()
-    assert (key.stuck_at, key.history[-1]["detail"], other.stuck_at) == (
-        None,
-        "to the completer, by jane, after the outage",
-        now,
-    )
 
 
 @pytest.mark.django_db

@@ -42,7 +42,6 @@ AS_PRINTED = [
     "forms.md",
     "hand-the-key-on.md",
     "metrics-and-alerts.md",
-    "move-from-your-own-middleware.md",
     "prepare-a-request.md",
     "protect-a-function.md",
     pytest.param("protect-a-view.md", marks=pytest.mark.sample),
@@ -62,7 +61,7 @@ WITH_MORE = [
     "choose-a-queue.md",
     "graphql-and-agents.md",
     "jobs-on-a-broker.md",
-    "move-from-django-idempotency-key.md",
+    "move-from-another-middleware.md",
     "use-a-pooler.md",
 ]
 
@@ -113,7 +112,7 @@ def test_the_guide_to_queues_can_be_followed(broker: Any, tmp_path: Path) -> Non
 
 def test_the_move_from_another_package_can_be_followed(tmp_path: Path) -> None:
     page, packages = (
-        (GUIDES / "move-from-django-idempotency-key.md").read_text(),
+        (GUIDES / "move-from-another-middleware.md").read_text(),
         tmp_path / "packages",
     )
     (package,) = {

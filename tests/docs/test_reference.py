@@ -195,8 +195,8 @@ def test_a_time_of_the_code_is_on_the_page(page: str, seconds: float) -> None:
         ("how-to/hand-the-key-on.md", len(derived()), "hexadecimal digits|characters"),
         ("how-to/hand-the-key-on.md", DEFAULTS.RETENTION_HOURS, ""),
         ("how-to/hand-the-key-on.md", DEFAULTS.MISMATCH_STATUS, ""),
-        ("how-to/move-from-django-idempotency-key.md", DEFAULTS.KEY_MAX_LENGTH + 1, "characters"),
-        ("how-to/move-from-django-idempotency-key.md", DEFAULTS.MISMATCH_STATUS, ""),
+        ("how-to/move-from-another-middleware.md", DEFAULTS.KEY_MAX_LENGTH + 1, "characters"),
+        ("how-to/move-from-another-middleware.md", DEFAULTS.MISMATCH_STATUS, ""),
         ("how-to/prepare-a-request.md", stored_request.MAX_KEPT_BYTES, "bytes"),
         ("how-to/run-the-processes.md", DEFAULTS.LOCK_TIMEOUT_SECONDS, ""),
         ("reference/admin.md", MAX_CHARACTERS, "characters"),
@@ -302,7 +302,7 @@ def test_the_limits_of_settings_are_those_of_the_code() -> None:
 
 def test_the_header_beside_its_setting_is_the_default() -> None:
     assert f"`HEADER_NAMES` (`{json.dumps(DEFAULTS.HEADER_NAMES)}`" in prose(
-        "how-to/move-from-django-idempotency-key.md"
+        "how-to/move-from-another-middleware.md"
     )
 
 
