@@ -16,6 +16,7 @@ from django.utils.html import strip_tags
 from django.utils.translation import gettext, ngettext
 
 from idempotency._engine.aliases import fields_elsewhere
+from idempotency._outcomes import was_handed_over
 from idempotency._text import duration, error_text
 from idempotency.admin.bodies import NOT_VISIBLE, may_view_bodies
 from idempotency.admin.operations import call_result
@@ -187,6 +188,8 @@ def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now
     if job.failed_at is not None:
         told = {"ago": ago(now - job.failed_at), "error": error}
         return gettext("failed %(ago)s: %(error)s") % told
+    if was_handed_over(job):
+        return gettext("sent, but cannot be deleted")
     if not job.hand_overs and job.run_at > now:
         return gettext("due in %(duration)s") % {"duration": duration(job.run_at - now)}
     state = gettext("handed over, no effect yet")

@@ -13,6 +13,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._groups import HELD, IN_TURN
 from idempotency._operations.definition import scope_of
+from idempotency._outcomes import was_handed_over
 from idempotency._text import duration
 from idempotency.admin.bodies import body, log_looks, may_view_bodies
 from idempotency.admin.bulk_jobs import Discard, Retry
@@ -132,9 +133,11 @@ class StagedJobAdmin(BulkAdmin):
     @admin.display(description=_("state"))
     def state(self, job: Any) -> str:
         """Return whether the job has failed, is held by its group, is due or is not due yet, and
-        the time since or until then."""
+        the time since or until then; or that the broker has it."""
         if job.failed_at is not None:
             return gettext("failed %(ago)s") % {"ago": ago(job.read_at - job.failed_at)}
+        if was_handed_over(job):
+            return gettext("sent, but cannot be deleted")
         if job.held:
             return gettext("waits for an earlier job of its group")
         if job.run_at > job.read_at:

@@ -334,6 +334,7 @@ def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
         StagedJobFactory(idempotency_key=key, run_at=ago(seconds=130)),
     )
     StagedJobFactory(idempotency_key=key, failed_at=ago(minutes=3), last_error="ImportError: gone")
+    StagedJobFactory(idempotency_key=key, last_error="NotDeleted: trigger", refusals=1)
     ProcessedMessage.objects.create(source=STAGED_JOBS, message_id=str(taken.pk))
     DownstreamCall.objects.create(
         key=key, name="sms", token=uuid4(), recorded_at=Now(), result="sent <b>"
@@ -351,6 +352,7 @@ def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
     assert "UTC" in ride[0][1]
     assert "sent <b>" in calls[0][1]
     assert sorted((alarming, state.split()[0]) for alarming, state in jobs) == [
+        (False, "sent,"),
         (False, "took"),
         (False, "waiting,"),
         (True, "failed"),

@@ -144,6 +144,13 @@ def test_a_group_is_listed_with_the_job_that_holds_it(staff: Client) -> None:
     assert "account:7" in staff.get(f"{JOBS}{held.pk}/change/").text
 
 
+def test_a_job_that_the_broker_has_does_not_wait(staff: Client) -> None:
+    sent, _ = StagedJobFactory(last_error="NotDeleted: trigger"), StagedJobFactory()
+    assert listed(staff, {"state": "not_deleted"}, JOBS) == pks(sent)
+    page = staff.get(JOBS, {"state": "not_deleted"}).text
+    assert 'class="field-state">sent, but cannot be deleted<' in page
+
+
 @pytest.mark.parametrize(
     "term",
     [
