@@ -32,10 +32,10 @@ STUCK_CODES = {
     "attempts_exhausted": Explanation(
         _("The completer has used up its attempts. Each run failed."),
         _(
-            "Read the last error and correct its cause. If the page shows a last call, check that"
-            " service: it may have forgotten the key of the call. If the call took effect, do the"
-            " missing steps by hand and answer the key. If it did not, complete the key: its"
-            " attempts are counted from zero again."
+            "If the page shows a last call, check its service first: the service may have"
+            " forgotten the key of the call, and would then repeat the work. If the call took"
+            " effect, do the missing steps by hand and answer the key. Otherwise correct the cause"
+            " of the last error, then complete the key: its attempts are counted from zero again."
         ),
         "complete",
     ),
@@ -45,10 +45,11 @@ STUCK_CODES = {
             " twice. The last error names the place in the code."
         ),
         _(
-            "Give the call at that place a time limit, and deploy. Then complete the key: before"
-            " that, it would hang here too. If the page shows a last call, check that service"
-            " first: it may have forgotten the key of the call. If the call took effect, do the"
-            " missing steps by hand and answer the key."
+            "If the page shows a last call, check its service first: the service may have"
+            " forgotten the key of the call, and would then repeat the work. If the call took"
+            " effect, do the missing steps by hand and answer the key. Otherwise deploy a time"
+            " limit for the call at that place, and only then complete the key: without the limit,"
+            " the new run would hang too."
         ),
         "complete",
     ),
@@ -68,8 +69,10 @@ STUCK_CODES = {
             " could repeat the work."
         ),
         _(
-            "Check that service, then answer the key as for call_in_doubt. Completing the key would"
-            " stop at the same place."
+            "Check that service. If the call took effect, do the missing steps by hand and answer"
+            " the key with the result. If it did not, answer the key with an error such as 409, or"
+            " reject the operation; the caller may then use a new key. Do not complete the key: the"
+            " new run would stop at the same place."
         ),
         "answer",
     ),
@@ -93,21 +96,22 @@ STUCK_CODES = {
     ),
     "retention_passed": Explanation(
         _(
-            "The request or the operation was not finished within RETENTION_HOURS, and has no"
-            " on_abandon (a function of a view that settles overdue requests)."
+            "The request or the operation was not finished within RETENTION_HOURS. A view may have"
+            " an on_abandon function for this case; here there is none."
         ),
         _(
-            "The caller no longer retries. If the page shows a last call, first check that service:"
-            " it may have forgotten the key of the call, and would repeat the work. If the work is"
-            " still wanted and not done, complete the key. If not, undo what was done at"
-            " downstream services, and answer the key."
+            "The caller has probably stopped its retries. If the page shows a last call, check its"
+            " service first: the service may have forgotten the key of the call, and would then"
+            " repeat the work. If the call took effect, do the missing steps by hand and answer the"
+            " key. If no call took effect and the work is still wanted, complete the key. If the"
+            " work is no longer wanted, answer the key, then undo what was done."
         ),
         "complete",
     ),
     "on_abandon": Explanation(
         _(
-            "The on_abandon of the view began and did not finish. Its effects at downstream"
-            " services may exist."
+            "The on_abandon function of the view, which handles overdue requests, began and did"
+            " not finish. It may have taken effect at downstream services."
         ),
         _(
             "Check those services, do the missing steps by hand, then answer the key. The key"
@@ -150,22 +154,22 @@ STUCK_CODES = {
     ),
     "refused_when_rebuilt": Explanation(
         _(
-            "The completer rebuilt the request several times and ran its view. The view refused the"
-            " request before any work was begun. A retry of the client may get another answer than"
-            " the rebuilt request."
+            "The completer ran the stored request several times. Each time the view refused it,"
+            " before any work was done. A retry of the client may get another answer."
         ),
         _(
-            "A retry of the client runs the request. If the rebuilt request lacks data that a"
-            " middleware adds, let the function in the setting PREPARE_REQUEST add the data, and"
-            " complete the key. Otherwise answer the key."
+            "A retry of the client runs the request. If the stored request lacks data that a"
+            " middleware adds, add the data in the function of the setting PREPARE_REQUEST, deploy,"
+            " and complete the key. Otherwise, if the client does not retry, answer the key."
         ),
         "complete",
     ),
     "view_missing": Explanation(
-        _("No view that is protected with @idempotent answers the path of the request any more."),
+        _("The path of the request no longer leads to a view with @idempotent."),
         _(
-            "Deploy a view that answers this path, then complete the key. Or answer the key, then"
-            " undo what the request did."
+            "Either deploy a view that answers this path, and complete the key. Or answer the key,"
+            " and only then undo what the request did: until the answer, a late retry could"
+            " continue the request."
         ),
         "complete",
     ),
@@ -176,21 +180,23 @@ STUCK_CODES = {
             " request.user nor request.auth."
         ),
         _(
-            "The page shows which of these applies. Correct it and complete the key. Or answer the"
-            " key, so that a late retry does not run it, then undo what the request did."
+            "The page shows which of these applies. Either correct it, and complete the key. Or"
+            " answer the key, and only then undo what the request did: until the answer, a late"
+            " retry could continue the request."
         ),
         "complete",
     ),
     "body_not_kept": Explanation(
         _(
-            "The body of the request (an upload, or store_body=False) or a credential in its query"
-            " was not stored, so only its client can send the request again. Part of its work is"
+            "The completer cannot run the request, because a part of it was not stored: an upload,"
+            " a body with store_body=False, or a credential in the query. A part of its work is"
             " done."
         ),
         _(
-            "A retry of the client runs the request; completing the key here would stop at the same"
-            " place. If the client does not retry, answer the key, so that a late retry does not"
-            " run it. Then undo or finish the work by hand."
+            "Only a retry of the client can run the request. Do not complete the key: the new run"
+            " would stop at the same place. If the client does not retry, answer the key, and only"
+            " then undo or finish the work by hand: until the answer, a late retry could continue"
+            " the request."
         ),
         "answer",
     ),
