@@ -361,9 +361,7 @@ def test_decision_after_a_lock_is_right_at_the_level_of_the_project(
     def work(request: HttpRequest) -> HttpResponse:
         return HttpResponse(status=201 if book("the request") else 422)
 
-    sold = {row[0]: int(row[2]) for row in rows_of("level of the request")}
-    assert list(sold) == LEVELS
-    seats = sold[level or "read committed"]
+    seats = 1 if (level or "read committed") == "read committed" else 2
     Account.objects.create(name="row")
     serve(view=KINDS[kind](work, **({} if level is None else {"isolation": level})))
     with held_transaction(lambda: book("other code")):
