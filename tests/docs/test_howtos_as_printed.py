@@ -24,7 +24,7 @@ from rides_demo.simulator import limits
 from tests.kit import pgbouncer
 from tests.kit.celery_app import broker_url
 from tests.kit.examples import file_of
-from tests.kit.printed import GUIDES, ROOT, Command, Project, steps
+from tests.kit.printed import GUIDES, ROOT, Command, Project, Write, steps
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.processes
@@ -42,6 +42,7 @@ AS_PRINTED = [
     "forms.md",
     "hand-the-key-on.md",
     "metrics-and-alerts.md",
+    "move-from-another-middleware.md",
     "prepare-a-request.md",
     "protect-a-function.md",
     pytest.param("protect-a-view.md", marks=pytest.mark.sample),
@@ -61,13 +62,95 @@ WITH_MORE = [
     "choose-a-queue.md",
     "graphql-and-agents.md",
     "jobs-on-a-broker.md",
-    "move-from-another-middleware.md",
     "use-a-pooler.md",
 ]
 
 #: The guides that each CI run follows in an environment of the reader's own; ``make docs FULL=1``
 #: follows all.
 FRESH = ["add-phases.md", "protect-a-view.md", "receive-webhooks.md"]
+
+
+#: Tests of the project of a guide.
+TESTS = {
+    "protect-a-function.md": """
+from django.contrib.auth.models import User
+from django.test import TransactionTestCase
+from shop.models import Payout
+
+
+class RefusalTests(TransactionTestCase):
+    def test_a_refusal_is_undone_and_stored(self):
+        self.client.force_login(User.objects.create(username="jane"))
+        for _ in range(2):
+            refused = self.client.post(
+                "/payouts/18/", {"cents": 200_000}, headers={"Idempotency-Key": "first"}
+            )
+            self.assertEqual((refused.status_code, refused.json()["code"]), (422, "refused"))
+        self.assertFalse(Payout.objects.exists())
+""",
+    "shard-by-tenant.md": """
+from django.contrib.auth.models import User
+from django.test import TransactionTestCase
+from shop.models import Order
+from shop.operations import import_orders
+from shop.sharding import SHARDS
+
+
+class ShardTests(TransactionTestCase):
+    databases = "__all__"
+
+    def test_each_tenant_has_its_orders_once(self):
+        self.client.force_login(User.objects.create(username="jane"))
+        for host, database in [*SHARDS.items()] * 2:
+            headers = {"Host": host, "Idempotency-Key": "first"}
+            self.client.post("/orders/", {"name": host}, headers=headers)
+            import_orders(database, ["tea"])
+        for host, database in SHARDS.items():
+            names = Order.objects.using(database).values_list("name", flat=True)
+            self.assertCountEqual(names, [host, "tea"])
+""",
+}
+
+#: The shop of the guide to a move, with the package from which it moves.
+OLD_PACKAGE = "django-idempotency-key==1.3.0"
+OLD_SETTINGS = """
+ROOT_URLCONF = "shop.old_urls"
+MIDDLEWARE += ["idempotency_key.middleware.ExemptIdempotencyKeyMiddleware"]
+IDEMPOTENCY_KEY = {
+    "STORAGE": {"CLASS": "idempotency_key.storage.CacheKeyStorage", "CACHE_NAME": "default"}
+}
+CACHES = {
+    "default": {"BACKEND": "django.core.cache.backends.db.DatabaseCache", "LOCATION": "cache"}
+}
+"""
+OLD_VIEWS = """
+from django.contrib.auth.decorators import login_required
+from django.http import JsonResponse
+from idempotency_key.decorators import idempotency_key
+from shop.models import Order
+
+
+@idempotency_key
+@login_required
+def create_order(request):
+    order = Order.objects.create(name=request.POST["name"])
+    return JsonResponse({"id": order.pk}, status=201)
+"""
+OLD_URLS = """
+from django.urls import path
+from shop.views import create_order
+
+urlpatterns = [path("orders/", create_order)]
+"""
+SEND = """
+from django.contrib.auth.models import User
+from django.test import Client
+
+client = Client(SERVER_NAME="localhost")
+client.force_login(User.objects.get_or_create(username="jane")[0])
+answer = client.post("/orders/", {"name": "tea"}, headers={"Idempotency-Key": "first"})
+print(answer.status_code, answer.json())
+"""
 
 
 def test_each_guide_is_followed() -> None:
@@ -91,6 +174,9 @@ def follow_and_check(project: Project, guide: str) -> None:
     project.follow((GUIDES / guide).read_text())
     if (project.folder / "manage.py").exists():
         assert "no issues" in project.run("python manage.py check")
+    if guide in TESTS:
+        project.write(Write("shop/tests.py", TESTS[guide], at_the_end=False))
+        assert "OK" in project.run("python manage.py test shop --verbosity 0")
 
 
 def test_the_guide_to_clients_can_be_followed(tmp_path: Path) -> None:
@@ -110,34 +196,24 @@ def test_the_guide_to_queues_can_be_followed(broker: Any, tmp_path: Path) -> Non
     Project(tmp_path, here).follow((GUIDES / "choose-a-queue.md").read_text())
 
 
-def test_the_move_from_another_package_can_be_followed(tmp_path: Path) -> None:
-    page, packages = (
-        (GUIDES / "move-from-another-middleware.md").read_text(),
-        tmp_path / "packages",
-    )
-    (package,) = {
-        word
-        for line in page.splitlines()
-        if line.startswith("$ pip")
-        for word in line.split()
-        if "==" in word
-    }
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(packages),
-        package,
-    ]
+def test_a_retry_across_a_move_gets_the_response_of_the_old_package(tmp_path: Path) -> None:
+    page, packages = (GUIDES / "move-from-another-middleware.md").read_text(), tmp_path / "packages"
+    assert OLD_PACKAGE.replace("==", "` ") in page
+    pip = f"{sys.executable} -m pip install --quiet --no-deps --target {packages} {OLD_PACKAGE}"
     try:
-        debian.run(pip, f"pip could not fetch {package}")
+        debian.run(pip.split(), f"pip could not fetch {OLD_PACKAGE}")
     except debian.NotToBeHad as reason:
         pytest.skip(str(reason))
-    Project(tmp_path / "shop", PYTHONPATH=f"{packages}:{ROOT}").follow(page)
+    shop = Project(tmp_path / "shop", PYTHONPATH=f"{packages}:{ROOT}")
+    shop.follow((ROOT / "docs" / "example-project.md").read_text())
+    shop.write(Write("shop/settings.py", OLD_SETTINGS, at_the_end=True))
+    shop.write(Write("shop/views.py", OLD_VIEWS, at_the_end=False))
+    shop.write(Write("shop/old_urls.py", OLD_URLS, at_the_end=False))
+    shop.write(Write("send.py", SEND, at_the_end=False))
+    shop.run("python manage.py createcachetable --verbosity 0")
+    for _ in range(2):
+        assert shop.run("python manage.py shell --verbosity 0 < send.py") == "201 {'id': 1}"
+        shop.follow(page.partition("### The move of a view")[2])
 
 
 def test_the_app_is_removed_without_a_table_of_the_project(tmp_path: Path) -> None:

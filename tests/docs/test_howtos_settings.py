@@ -169,10 +169,10 @@ def test_a_document_kept_by_hand_is_described(settings: Settings) -> None:
         return JsonResponse({})
 
     settings.ROOT_URLCONF = urls = ModuleType("urls")
-    urls.urlpatterns = [path("orders/", require_http_methods(["PUT", "POST"])(create_order))]  # type: ignore[attr-defined]
+    urls.urlpatterns = [path("function/", require_http_methods(["PUT", "POST"])(create_order))]  # type: ignore[attr-defined]
     example = executed("publish-in-openapi.md", "shop/openapi.py")
     document = example.add_policies(example.DOCUMENT)
-    assert described(document["paths"]["/orders/"]["post"])
+    assert described(document["paths"]["/function/"]["post"])
     assert list(document["components"]["schemas"]) == ["IdempotencyProblem"]
 
 
