@@ -248,8 +248,10 @@ def durable_transaction(
     begun = False
     try:
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
-            if first is not None and connection.connection and connection.connection.closed:
-                connection.close()  # Nothing ran yet: Django opens a new one.
+            server = connection.connection
+            # The session of a run that was lost is not replaced: ``begin`` fails.
+            if server is not None and server.closed and (first is not None or not server.broken):
+                connection.close()  # Django opens a new one.
             # Receivers of ``connection_created`` may begin transactions of theirs.
             database_product.psycopg_connection(connection)
             vars(connection)[_BEGIN_HOOK] = own.begin
