@@ -81,6 +81,10 @@ _OFF_THE_LIST = """
     UPDATE idempotency_idempotencykey SET acknowledged_at = now() WHERE stuck_at IS NOT NULL
 """
 ANSWER = '{"detail": "Order {key.id} was not placed. Use a new key."}'
+_COMPLETER_RUNS = """
+    SELECT 1 FROM idempotency_processheartbeat
+    WHERE name = 'complete_keys' AND beat_at > now() - interval '20 s'
+"""
 _OPEN_WORKS = "SELECT count(*) AS number FROM idempotency_bulkwork WHERE finished_at IS NULL"
 
 
@@ -198,6 +202,8 @@ def walk_through_incident(service: Service, visitor: Visitor) -> str:
     service.rows(f"{_OFF_THE_LIST} RETURNING 1")
     service.rows(f"{INCIDENT.replace('made-up-', 'incident-')} RETURNING 1")
     service.processes["completer"].start()
+    while not service.rows(_COMPLETER_RUNS):
+        time.sleep(0.2)
     page, start = visitor.page, time.monotonic()
 
     def picture(name: str, height: int) -> None:
