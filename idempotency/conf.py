@@ -84,8 +84,8 @@ class Settings:
     #: ``access_token``. Case, hyphens and underscores do not matter.
     CREDENTIAL_NAMES: frozenset[str] = frozenset()
     #: The number of requests of one process that may wait for the first request of their key
-    #: (``wait_seconds``). Further ones get 409. Each waiting request occupies a thread, so keep the
-    #: number well below the threads of a worker.
+    #: (``wait_seconds``). Further ones get 409. Each waiting request occupies a thread and a
+    #: connection, so keep the number well below the threads of a worker.
     MAX_WAITING_REQUESTS: int = 2
     #: A callable or its dotted path that returns the response for ``request, status, code, title,
     #: detail, retryable, headers``. None is problem+json, or a page for a client that prefers HTML.

@@ -13,7 +13,12 @@ from django.db import Error, connections
 
 from idempotency import conf
 from idempotency._engine.adapter import Run
-from idempotency._engine.errors import raise_writer_busy, retryable_failure, serialization_failed
+from idempotency._engine.errors import (
+    is_lost,
+    raise_writer_busy,
+    retryable_failure,
+    serialization_failed,
+)
 from idempotency._engine.events import about
 from idempotency.exceptions import Unavailable
 
@@ -31,16 +36,20 @@ class Attempts:
     suppresses a serialization failure, whose transaction was rolled back. The loop then restores
     the state of the work and continues. Effects outside the database are repeated. The loop ends
     after SERIALIZATION_RETRIES, or if the state cannot be restored; the caller then raises
-    Unavailable ``conflict``."""
+    Unavailable ``conflict``. Raises Unavailable if the connection was lost."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        #: A middleware may have set it up; None if the first attempt opens it.
+        self._session = connections[run.using].connection
         self._unique_violations = 0
 
     def __iter__(self) -> "Iterator[Attempts]":
         for count in range(conf.get().SERIALIZATION_RETRIES + 1):
             if count:
                 time.sleep(_backoff_seconds(count))
+                if is_lost(self._session):  # The ROLLBACK has failed.
+                    raise Unavailable(code="database_unavailable")
                 if not self._run.work.restore():
                     return
             yield self
@@ -108,23 +117,18 @@ class Wait:
     """The wait for another run of the key: up to ``seconds``, and with at most MAX_WAITING_REQUESTS
     in this process."""
 
-    def __init__(self, seconds: float, *, using: str) -> None:
+    def __init__(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
         self._pause = _FIRST_WAIT_SECONDS
-        self._using = using
 
     def pause(self) -> bool:
         """Wait, longer each time, and return True, to try again; return False when the time is
-        over. Before a longer pause the connection is closed, so that waiting runs do not exhaust
-        the connections of the database."""
+        over. The connection stays open, because a middleware may have set up its session."""
         left = self._deadline - time.monotonic()
         free = waiting_slots(conf.get().MAX_WAITING_REQUESTS)
         if left <= 0 or not free.acquire(blocking=False):
             return False
         try:
-            connection = connections[self._using]
-            if self._pause > _FIRST_WAIT_SECONDS and not connection.in_atomic_block:
-                connection.close()
             time.sleep(min(left, random.uniform(self._pause / 2, self._pause)))  # nosec B311  # spreads waiters; no secret
             self._pause = min(self._pause * 2, _LONGEST_WAIT_SECONDS)
         finally:

@@ -18,7 +18,7 @@ from idempotency._async import NeverEntered, either_context
 from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.errors import drop_connection, session_timed_out
+from idempotency._engine.errors import drop_connection, is_lost, session_timed_out
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
@@ -42,8 +42,8 @@ class Calls:
         self._open: set[str] = set()
         #: At-most-once calls without a recorded result, with the error that a later phase raises.
         self._unsettled: dict[str, IdempotencyError] = {}
-        #: The connection was lost before the result of a call was written.
-        self._lost = False
+        #: The connection of psycopg at the last phase or call.
+        self._session = connections[using].connection
 
     @either_context(holds_transaction=False)
     def keyed(self, name: str, valid_seconds: int | None) -> Iterator[KeyedCall]:
@@ -54,6 +54,7 @@ class Calls:
             raise _other_mode(name)
         self.require_no_doubt()
         require_no_transaction(self._using)
+        self.require_session()
         self._keyed.add(name)
         try:
             self._begin(name)
@@ -77,6 +78,7 @@ class Calls:
         if name in self._keyed:
             raise _other_mode(name)
         self.require_no_doubt(name)
+        self.require_session()
         row = self._commit_intent(name)
         key.begun = True
         call.due = due = row.recorded_at is None
@@ -96,6 +98,8 @@ class Calls:
             self._open.discard(name)
             if due:
                 self._write(row, call)
+        if not self._open:  # Else the open call could not record its result.
+            self.require_session()
 
     def _commit_intent(self, name: str) -> DownstreamCall:
         """Commit the intent of a call, or find its result. Raises CallInDoubt for an intent without
@@ -117,7 +121,6 @@ class Calls:
             return begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
 
     def _begin(self, name: str) -> None:
-        self.require_session()
         if self._key.begun_call == name:
             self._key.begun_call = ""
             return
@@ -127,12 +130,11 @@ class Calls:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
         if call.may_be_repeated and not call.recorded:
-            self._lost = _write_through_outage(partial(_delete_intent, row, using=using), using)
+            _write_through_outage(partial(_delete_intent, row, using=using), using)
             self._unsettled[name] = CallNotRecorded()
             self._ended.discard(name)
             return
-        write = partial(_write_outcome, self._key, row, call, using=using)
-        self._lost = _write_through_outage(write, using)
+        _write_through_outage(partial(_write_outcome, self._key, row, call, using=using), using)
         if call.recorded:
             self._unsettled.pop(name, None)
 
@@ -147,13 +149,18 @@ class Calls:
                 self._recorded.add(name)
 
     def require_session(self) -> None:
-        """Raise OperationalError if the connection was lost during a call. The new session lacks
-        what a middleware has set, such as the tenant; a retry has that, and the result of the call.
-        ``on_abandon`` continues, because nobody would run it again."""
-        if self._lost and not self._stuck_code:
-            raise OperationalError(
-                "The connection was lost during a call. The result of the call is stored."
-            )
+        """Raise OperationalError if the connection was lost since the last phase or call, also if
+        Django has opened a new one. The new session lacks what a middleware has set, such as the
+        tenant; a retry has that, and the results of calls. ``on_abandon`` continues on a new
+        connection, because nobody would run it again."""
+        connection = connections[self._using]
+        if self._stuck_code:
+            if connection.connection is not None and not connection.is_usable():
+                drop_connection(connection)
+        elif is_lost(self._session):
+            raise OperationalError("The connection was lost since the last phase or call.")
+        connection.ensure_connection()
+        self._session = connection.connection
 
     def require_no_open_call(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""
@@ -232,22 +239,19 @@ def _write_outcome(
             calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
 
 
-def _write_through_outage(write: Callable[[], object], using: str, *, retries: int = 20) -> bool:
+def _write_through_outage(write: Callable[[], object], using: str, *, retries: int = 20) -> None:
     """Run ``write``, and retry for ten seconds while the database is unavailable or read-only.
-    Return whether the connection was lost, unless the session was idle for too long.
 
     Only this process knows the outcome of the call. If it cannot be written, the key requires
     manual intervention.
     """
-    lost = False
     for left in reversed(range(retries + 1)):
         try:
             write()
-            break
+            return
         except (OperationalError, InterfaceError, InternalError) as error:
-            lost = lost or not session_timed_out(error, using)
-            drop_connection(connections[using])
+            if not session_timed_out(error, using):
+                drop_connection(connections[using])
             if not left:
                 raise
             time.sleep(0.5)
-    return lost

@@ -93,7 +93,7 @@ class PhasedRun:
 
     def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
         """Return the isolation of the transaction of a phase. Raises RuntimeError inside an
-        at-most-once call, and OperationalError if the connection was lost during one."""
+        at-most-once call, and OperationalError if the connection was lost."""
         self.calls.require_no_open_call()
         self.calls.require_session()
         self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation

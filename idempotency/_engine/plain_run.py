@@ -35,7 +35,7 @@ class PlainRun:
         self.key: Any = None
         self.transaction: OwnTransaction | None = None
         self._request = request
-        self._wait = Wait(work.wait_seconds, using=using)
+        self._wait = Wait(work.wait_seconds)
         self._connection = connections[using]
         self.is_nested = is_in_outer_transaction(self._connection)
         if self.is_nested:

@@ -22,6 +22,7 @@ from psycopg.pq.abc import PGresult
 
 from idempotency import conf
 from idempotency._engine.database_product import is_citus, psycopg_connection
+from idempotency._engine.errors import drop_connection
 from idempotency.exceptions import NotReplicated
 
 #: The time limit of a barrier. A connected standby confirms within milliseconds.
@@ -167,5 +168,4 @@ def _abandon(connection: BaseDatabaseWrapper) -> None:
     own: psycopg.Connection[Any] = connection.connection
     with suppress(psycopg.Error):
         own.cancel_safe(timeout=_CANCEL_SECONDS)
-    own.close()  # Otherwise Django's pool would reuse it.
-    connection.close()
+    drop_connection(connection)

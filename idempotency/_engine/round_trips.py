@@ -173,7 +173,7 @@ def _run(
             results = own.wait(_exchanging(server, sends))
         finally:
             if server.pipeline_status != PipelineStatus.OFF:
-                own.close()  # The exchange has not ended.
+                server.finish()  # The exchange has not ended.
     if name is not None and len(results) > index:
         prepared.names[key] = name  # It stays, whatever becomes of the transaction.
     if results[-1].status not in _GOOD:

@@ -95,7 +95,7 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     Raises InProgress, KeyReused, InterventionRequired or Unavailable if the key cannot be claimed.
     """
     require_no_transaction(using)
-    wait = Wait(work.wait_seconds, using=using)
+    wait = Wait(work.wait_seconds)
     while True:
         claim = claims.claim_phased(request, work.points[:-1], using=using)
         if claim.outcome is not ClaimOutcome.IN_PROGRESS or not wait.pause():

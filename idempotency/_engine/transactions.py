@@ -154,12 +154,13 @@ class OwnTransaction:
             if other := limits.corrections(shown):
                 _send_beginning(connection, other)
         except BaseException as failure:
+            timed_out = session_timed_out(failure, connection.alias)
             _leave(connection)
             if isinstance(failure, Error) and sqlstate_of(failure) == NOT_SUPPORTED:
                 drop_connection(connection)
                 # A standby refused BEGIN: treat it as a broken connection.
                 raise OperationalError(*failure.args) from None
-            if first is not None or is_second or not session_timed_out(failure, connection.alias):
+            if first is not None or is_second or not timed_out:
                 raise
             connection.ensure_connection()
             self.begin()

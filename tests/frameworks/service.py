@@ -1,15 +1,12 @@
 """One kind of view behind real URLs, and the clients that speak to it as its users' do."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlencode
 from uuid import uuid4
 
 import pytest
 from django.db import connection, transaction
-from django.db.backends.signals import connection_created
 from django.http import HttpRequest, HttpResponseBase
 from django.test import Client
 from django.utils.deprecation import MiddlewareMixin
@@ -89,22 +86,6 @@ class ByHost(MiddlewareMixin):
     def process_view(self, request: HttpRequest, view_func: Any, *args: Any) -> None:
         """Mark the view."""
         transaction.non_atomic_requests(view_func)
-
-
-@contextmanager
-def opened_connections() -> Iterator[list[object]]:
-    """Note the connections that are opened while the block runs: a waiting request gives its own
-    back between two looks."""
-    opened: list[object] = []
-
-    def note(**kwargs: object) -> None:
-        opened.append(kwargs)
-
-    connection_created.connect(note)
-    try:
-        yield opened
-    finally:
-        connection_created.disconnect(note)
 
 
 class Service:

@@ -9,11 +9,11 @@ from pytest_django import Settings
 
 from idempotency.completer import CompletePass, complete_once
 from idempotency.models import IdempotencyKey
-from tests.frameworks.service import Caller, Service, opened_connections
+from tests.frameworks.service import Caller, Service
 from tests.frameworks.work import Reply, Work, crash, create, failing_first
 from tests.kit.ageing import abandon, expire_lock, past_the_retention
 from tests.kit.threads import Gate, background, elsewhere
-from tests.kit.waiting import eventually
+from tests.kit.waiting import eventually, waiting_requests
 from tests.models import Account, Entry
 
 plain = pytest.mark.styles(False)
@@ -207,8 +207,8 @@ def test_30_second_request_may_wait_for_the_first(service: Service) -> None:
     waiting = service.caller.again()
     with background(service.send) as first:
         gate.wait_until_reached()
-        with opened_connections() as opened, background(waiting.send) as second:
-            eventually(lambda: len(opened) > 1)
+        with background(waiting.send) as second:
+            eventually(lambda: waiting_requests() == 1)
             gate.open()
     assert (second.result().content, second.result()["Idempotent-Replayed"]) == (
         first.result().content,

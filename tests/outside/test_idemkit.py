@@ -107,7 +107,7 @@ class Backend:
         self, effective_key: str, timeout_seconds: float
     ) -> StoredRecord | None:
         def run() -> StoredRecord | None:
-            wait = Wait(timeout_seconds, using=ALIAS)
+            wait = Wait(timeout_seconds)
             while (key := _row(effective_key)).finished_at is None:
                 if not wait.pause():
                     return None
