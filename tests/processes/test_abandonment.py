@@ -84,6 +84,28 @@ def test_its_response_is_stored_on_a_new_connection_if_a_long_call_has_lost_its_
     assert sender.send().status_code == 410
 
 
+@pytest.mark.postgres
+@pytest.mark.parametrize("at_most_once", [True, False])
+def test_its_next_call_opens_a_new_connection_after_a_loss(
+    at_most_once: bool, abandoned: Any, sender: Sender
+) -> None:
+    """It would not run again."""
+
+    def refund(key: IdempotencyKey) -> HttpResponseBase:
+        with key.call("refund"):
+            cut_this_connection()
+        with key.call("message", at_most_once=at_most_once) as call:
+            if at_most_once:
+                cut_this_connection()
+                call.record("sent")
+        with key.call("another message"):
+            pass
+        return HttpResponse(status=410)
+
+    assert settle(abandoned(refund).pk, using="default") is True
+    assert sender.send().status_code == 410
+
+
 @pytest.mark.parametrize("settles", [True, False])
 def test_a_key_that_a_run_has_taken_meanwhile_is_left_alone(abandoned: Any, settles: bool) -> None:
     key = abandoned((lambda key: HttpResponse(status=410)) if settles else None)
