@@ -400,7 +400,7 @@ def test_connection_closed_between_phases_is_reopened(serve: Serve, sender: Send
         view=two_phases(
             create,
             lambda request: HttpResponse(status=201),
-            call=lambda: connection.close(),
+            call=lambda: connection.connection.close(),
         )
     )
     assert sender.send().status_code == 201
