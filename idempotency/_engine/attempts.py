@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import TracebackType
+from typing import Any
 
-from django.db import Error, connections
+from django.db import Error
 
 from idempotency import conf
 from idempotency._engine.adapter import Run
@@ -38,10 +39,11 @@ class Attempts:
     after SERIALIZATION_RETRIES, or if the state cannot be restored; the caller then raises
     Unavailable ``conflict``. Raises Unavailable if the connection was lost."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, session: Any) -> None:
         self._run = run
-        #: A middleware may have set it up; None if the first attempt opens it.
-        self._session = connections[run.using].connection
+        #: The connection of psycopg, which a middleware may have set up; None if the first attempt
+        #: opens it.
+        self._session = session
         self._unique_violations = 0
 
     def __iter__(self) -> "Iterator[Attempts]":

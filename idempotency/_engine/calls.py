@@ -43,7 +43,7 @@ class Calls:
         #: At-most-once calls without a recorded result, with the error that a later phase raises.
         self._unsettled: dict[str, IdempotencyError] = {}
         #: The connection of psycopg at the last phase or call.
-        self._session = connections[using].connection
+        self.session = connections[using].connection
 
     @either_context(holds_transaction=False)
     def keyed(self, name: str, valid_seconds: int | None) -> Iterator[KeyedCall]:
@@ -157,10 +157,10 @@ class Calls:
         if self._stuck_code:
             if connection.connection is not None and not connection.is_usable():
                 drop_connection(connection)
-        elif is_lost(self._session):
+        elif is_lost(self.session):
             raise OperationalError("The connection was lost since the last phase or call.")
         connection.ensure_connection()
-        self._session = connection.connection
+        self.session = connection.connection
 
     def require_no_open_call(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""

@@ -53,7 +53,7 @@ class PlainRun:
         try:
             if self.is_nested:
                 return self._in_transaction(call)
-            for attempt in Attempts(self):
+            for attempt in Attempts(self, self._connection.connection):
                 with attempt:
                     while True:
                         claim, outcome = self._in_transaction(call)

@@ -150,7 +150,7 @@ def _run_attempts(run: PhasedRun) -> Outcome:
     work = run.work
     if run.key.recovery_point not in work.points:
         raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(run.key))
-    for attempt in Attempts(run):
+    for attempt in Attempts(run, run.calls.session):
         with attempt:
             run.begin_attempt()
             with work.bind(run):
