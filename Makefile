@@ -154,7 +154,8 @@ coverage:
 	$(call end,coverage)
 
 # Small bugs in the claim, the fence, the phases and their SQL: each is found by a test, or explained in tests/mutation/SURVIVORS.md.
-# MODULES: some of them; tests/mutation/choice.py has all. RESUME=1 believes what an earlier run found.
+# MODULES: some of them; tests/mutation/choice.py has all. RESUME=1 believes what an earlier run found, and leaves out the modules
+# of tests/mutation/TESTED.txt whose code has not changed.
 # In an environment of its own: Cosmic Ray brings much that slows tests.
 mutants:
 	@$(MAKE) -s .venv-mutation/mutation.stamp || { echo "mutants: FAILED 2"; exit 2; }

@@ -5,7 +5,8 @@ A first run of the unchanged code records which test runs which line. A mutant i
 the tests that run its line: first the test that killed it before, then those that killed another
 mutant of its function, then the fastest; on PostgreSQL, then on SQLite. It is killed if a test
 fails twice, and endless if a test takes too long twice. A mutant that survives is a failure, unless
-SURVIVORS.md gives the reason why no test can detect it.
+SURVIVORS.md gives the reason why no test can detect it. TESTED.txt has the modules of which no
+mutant survived.
 
 Source: R. A. DeMillo and others, "Hints on Test Data Selection" (1978).
 """
@@ -29,6 +30,7 @@ from typing import Any
 
 from rides_demo.processes.embedded import Postgres
 from tests.kit.servers import HastyPostgres
+from tests.mutation import tested
 from tests.mutation.choice import FIRST_FILE, POSTGRESQL, SAMPLED, SEED, SQLITE, WHOLE
 from tests.mutation.mutants import ROOT, SQL_MODULES, Mutant, mutants_of
 from tests.mutation.stand import Found, Stand
@@ -371,7 +373,7 @@ def main() -> int:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="believe what earlier runs found, as long as its tests exist",
+        help="believe what earlier runs found, as long as its tests exist, and TESTED.txt",
     )
     options = parser.parse_args()
     began = time.monotonic()
@@ -387,6 +389,7 @@ def main() -> int:
         for module in modules
         for mutant in mutants_of(module)
         if re.search(options.only, mutant.name)
+        and not (options.resume and tested.is_tested(mutant.module))
     ]
     samples = ", ".join(f"{SAMPLED[module]} of {module}" for module in modules if module in SAMPLED)
     print(
@@ -404,6 +407,8 @@ def main() -> int:
             run = Run(to_do, benches, resume=options.resume, end=began + options.minutes * 60)
             outcomes = run.outcomes()
             run.report(outcomes, time.monotonic() - began)
+    if not options.only:
+        tested.note(to_do, outcomes)
     # The name of a mutant contains its line, so a changed line makes the name stale.
     every = {each.name for module in modules for each in mutants_of(module, whole=True)}
     stale = sorted(EXPLAINED - every) if not options.modules.strip() else []
