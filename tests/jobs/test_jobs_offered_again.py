@@ -105,7 +105,8 @@ def test_a_job_that_waits_for_its_next_look_is_remembered_however_long() -> None
     ProcessedMessage.objects.create(source="stripe", message_id=str(other.pk))
     offer()
     work()
-    assert effects == [job.pk, other.pk]
+    assert set(effects) == {job.pk, other.pk}
+    assert len(effects) == 2
     assert forget() == ReapPass(messages=1), "another source may use the same ids"
     assert offer() == EnqueuePass()
     assert (handed, StagedJob.objects.count()) == ([], 0)
@@ -114,13 +115,13 @@ def test_a_job_that_waits_for_its_next_look_is_remembered_however_long() -> None
 
 def test_a_backend_of_whole_batches_follows_up_like_any_other(settings: Settings) -> None:
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ForgetfulBatches"}}
-    jobs = StagedJobFactory.create_batch(3)
+    StagedJobFactory.create_batch(3)
     assert enqueue_once() == EnqueuePass(handed_over=3)
     assert not StagedJob.objects.filter(run_at__lte=Now()).exists()
-    handed.pop()
+    lost = handed.pop()
     work()
     assert offer() == EnqueuePass(handed_over=1)
-    assert handed == [jobs[2].pk]
+    assert handed == [lost]
     assert StagedJob.objects.get().hand_overs == 2
 
 
