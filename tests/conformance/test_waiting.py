@@ -6,10 +6,11 @@ import pytest
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
+from tests.kit.duplicates import waiting_requests
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, in_background
 from tests.kit.views import both_kinds, create
-from tests.kit.waiting import eventually, waiting_requests
+from tests.kit.waiting import eventually
 from tests.models import Entry
 
 Kind = Callable[..., View]

@@ -20,8 +20,9 @@ from idempotency import scopes
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from tests.factories import UserFactory
+from tests.kit.duplicates import waiting_requests
 from tests.kit.threads import Gate, background
-from tests.kit.waiting import eventually, waiting_requests
+from tests.kit.waiting import eventually
 from tests.models import Entry
 
 PAGE = (

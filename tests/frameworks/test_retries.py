@@ -12,8 +12,9 @@ from idempotency.models import IdempotencyKey
 from tests.frameworks.service import Caller, Service
 from tests.frameworks.work import Reply, Work, crash, create, failing_first
 from tests.kit.ageing import abandon, expire_lock, past_the_retention
+from tests.kit.duplicates import waiting_requests
 from tests.kit.threads import Gate, background, elsewhere
-from tests.kit.waiting import eventually, waiting_requests
+from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
 plain = pytest.mark.styles(False)

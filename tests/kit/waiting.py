@@ -10,9 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from idempotency import conf
-from idempotency._engine.attempts import waiting_slots
-
 Found = TypeVar("Found")
 
 
@@ -32,13 +29,6 @@ def eventually(condition: Callable[[], Found], seconds: float = 30) -> Found:
             )
         pause.wait(0.02)
     return found
-
-
-def waiting_requests() -> int:
-    """Return the number of requests of this process that wait for the first request of their
-    key."""
-    most = conf.get().MAX_WAITING_REQUESTS
-    return most - waiting_slots(most)._value
 
 
 def _said(condition: Callable[..., Any]) -> str:

@@ -11,11 +11,12 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase
 
 from idempotency.decorators import idempotent
 from idempotency.phases import atomic_phase
+from tests.kit.duplicates import waiting_requests
 from tests.kit.outages import cut_this_connection
 from tests.kit.serving import Sender, View, another_client
 from tests.kit.threads import Gate, in_background
 from tests.kit.views import both_kinds
-from tests.kit.waiting import eventually, waiting_requests
+from tests.kit.waiting import eventually
 from tests.models import Entry
 
 Kind = Callable[..., View]
