@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 from idempotency import conf
 from idempotency._engine import rows
@@ -45,7 +45,8 @@ class PhasedRun:
         self.level = conf.get().PHASE_ISOLATION
         self.calls = Calls(key, using=self.using)
         self._moved = False
-        self._outcome: Outcome | None = None
+        #: The value that a phase has stored, which may be None.
+        self._stored: tuple[Any] | None = None
         key.run, key.calls = self, self.calls
 
     def begin_attempt(self) -> None:
@@ -78,18 +79,17 @@ class PhasedRun:
     def result(self) -> Any:
         """Return the response that a phase stored: the object of this run, or one built from the
         row."""
-        if self._outcome is None:
+        if self._stored is None:
             if not self.finished:
                 raise RuntimeError(
                     "The view called key.response() before a phase stored a response: end a phase"
                     " with set_response()."
                 )
-            value = self.work.restored(self.key)
-            self._outcome = Outcome(value, cast(int, self.key.response_code), is_stored=True)
-        return self._outcome.value
+            self._stored = (self.work.restored(self.key),)
+        return self._stored[0]
 
     def has_stored(self, outcome: Outcome) -> bool:
-        return self._outcome is not None and outcome.value is self._outcome.value
+        return self._stored is not None and outcome.value is self._stored[0]
 
     def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
         """Return the isolation of the transaction of a phase. Raises RuntimeError inside an
@@ -105,7 +105,7 @@ class PhasedRun:
         self.key.recovery_point = recovery_point
 
     def note_finished(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+        self._stored = (outcome.value,)
         self.note_moved(FINISHED)
 
     def note_final_state(self, key: ClaimedKey | None) -> None:
