@@ -873,6 +873,23 @@ def test_a_run_of_the_completer_that_lost_its_key_replays_it_to_nobody(
 
 
 @pytest.mark.postgres
+def test_a_run_of_the_completer_that_lost_its_key_counts_it_as_the_other_run_left_it(
+    shop: Shop, sender: Sender
+) -> None:
+    sender.send()
+    abandon()
+    shop.broken, shop.gate = False, Gate()
+    with background(complete_once) as completer:
+        shop.gate.wait_until_reached()
+        IdempotencyKey.objects.update(
+            **{"claim_token": uuid4(), "locked_until": None},
+            **{"stuck_at": Now(), "stuck_code": "by_hand", "stuck_reason": "Ask the bank."},
+        )
+        shop.gate.open()
+    assert completer.result() == CompletePass(stuck=1)
+
+
+@pytest.mark.postgres
 def test_the_abandoned_are_found_through_the_partial_index(db: None) -> None:
     IdempotencyKeyFactory.create_batch(300, finished=True)
     with connection.cursor() as cursor:
