@@ -47,6 +47,19 @@ NOT_BEHIND_A_POOLER = {
     "test_a_result_is_written_on_a_new_connection_when_the_old_one_broke": (
         "a pooler chooses the connection to the server"
     ),
+    "test_connection_lost_between_phases_is_a_503_and_the_retry_resumes": (
+        "a pooler chooses the connection to the server"
+    ),
+    "test_a_phase_replaces_a_session_that_timed_out_during_a_call": (
+        "a pooler keeps its connections to the server"
+    ),
+    "test_a_call_replaces_a_session_that_timed_out_during_another_call": (
+        "a pooler keeps its connections to the server"
+    ),
+    "test_after_a_connection_was_lost_in_an_at_most_once_call_a_retry_has_its_result": (
+        "a pooler keeps its connections to the server"
+    ),
+    "test_a_phase_on_a_new_connection_is_confirmed": "a pooler keeps its connections to the server",
     "test_a_result_is_kept_when_the_database_comes_back": (
         "a pooler keeps its connections to the server"
     ),
