@@ -6,6 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.core.exceptions import PermissionDenied
 from django.db import connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.template import engines
@@ -412,10 +413,17 @@ def raise_404() -> HttpResponseBase:
 
 
 @pytest.mark.parametrize(
-    "answer", [*(partial(HttpResponse, status=status) for status in (200, 302, 404)), raise_404]
+    ("answer", "what"),
+    [
+        *(
+            (partial(HttpResponse, status=status), f"A result with status {status}")
+            for status in (200, 302, 404)
+        ),
+        (raise_404, "A result with status 404"),
+    ],
 )
 def test_a_response_that_no_phase_stored_is_refused(
-    serve: Any, sender: Sender, answer: Any
+    serve: Any, sender: Sender, answer: Any, what: str
 ) -> None:
     def commit_then_answer(key: IdempotencyKey) -> HttpResponseBase:
         with atomic_phase(key) as phase:
@@ -426,8 +434,21 @@ def test_a_response_that_no_phase_stored_is_refused(
     serve(view=one_phase(commit_then_answer))
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
-    assert key.last_error.startswith("ResponseNotCommitted")
+    assert key.last_error.startswith(f"ResponseNotCommitted: {what} is not the one")
     assert (key.recovery_point, key.locked_until) == ("one", None)
+
+
+def test_an_exception_after_the_response_was_stored_is_named(
+    serve: Any, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    def store_then_raise(key: IdempotencyKey) -> HttpResponseBase:
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+        raise PermissionDenied
+
+    serve(view=one_phase(store_then_raise))
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
+    assert "ResponseNotCommitted: PermissionDenied is not the one" in caplog.text
 
 
 def test_a_refusal_after_a_phase_that_moved_nothing_is_refused_too(
