@@ -13,7 +13,7 @@ import pytest
 from django.conf import settings as django_settings
 from django.db import OperationalError, connection, transaction
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.utils import translation
 from psycopg.errors import SerializationFailure
 from pytest_django import Settings
@@ -887,6 +887,23 @@ def test_a_run_of_the_completer_that_lost_its_key_counts_it_as_the_other_run_lef
         )
         shop.gate.open()
     assert completer.result() == CompletePass(stuck=1)
+
+
+def test_an_exception_that_became_a_response_is_described_by_the_response(
+    serve: Any, sender: Sender
+) -> None:
+    statuses = iter([503])
+
+    def view(request: HttpRequest) -> HttpResponse:
+        for status in statuses:
+            return HttpResponse(status=status)
+        raise Http404("There is no such ride.")
+
+    serve(view=idempotent(recovery_points=[])(view))
+    sender.send()
+    abandon()
+    assert complete_once() == CompletePass(failed=1)
+    assert IdempotencyKey.objects.get().last_error.startswith("The view responded with status 404")
 
 
 @pytest.mark.postgres
