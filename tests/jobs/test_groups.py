@@ -124,7 +124,6 @@ def test_a_backend_without_an_inbox_keeps_the_order_of_hand_overs(
 def test_ids_out_of_order_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks of two hosts may differ."""
     ids = sorted((UUID(int=random.getrandbits(128)) for _ in range(5)), reverse=True)
-    monkeypatch.setattr(StagedJob._meta.get_field("id"), "default", partial(ids.pop, 0))
     monkeypatch.setattr(StagedJob._meta.get_field("id"), "_get_default", partial(ids.pop, 0))
     names = [f"a{number}" for number in range(5)]
     for name in names:
