@@ -59,8 +59,8 @@ NOTES = {
     "IdempotencyKey.finished_at": "Time at which the response was stored.",
     "IdempotencyKey.stuck_at": "Time at which the key was marked as stuck.",
     "IdempotencyKey.completer_attempts": (
-        "Number of runs by the completer. A hand-back, and a stuck code that waits for a deploy,"
-        " set it to 0."
+        "Number of runs by the completer. A hand-back sets it to 0, and so does a stuck code that"
+        " waits for a deploy."
     ),
     "IdempotencyKey.request_headers": (
         "The headers that a second run of a phased view needs, and the values of `keep=`. No"
@@ -274,7 +274,8 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
             *action.option_strings
         }:
             continue
-        name = ", ".join(action.option_strings) or f"{action.metavar} ..."
+        several = "" if action.nargs == 1 else " ..."
+        name = ", ".join(action.option_strings) or f"{action.metavar}{several}"
         value = (
             f" {action.metavar or action.dest.upper()}"
             if action.option_strings and action.nargs != 0

@@ -68,11 +68,11 @@ class Command(BaseCommand):
         add = actions.add_parser("list", parents=[common, _filters()], help=text).add_argument
         text = "Maximum number of lines (default: %(default)s)."
         add("--limit", type=whole_number, default=100, metavar="N", help=text)
-        add("--json", action="store_true", help="Print a JSON array of objects.")
+        add("--json", action="store_true", help="Print JSON.")
         text = "Print what is known of one key, and its calls."
         add = actions.add_parser("show", parents=[common], help=text).add_argument
         add("ids", nargs=1, type=int, metavar="ID", help="The id of the key.")
-        add("--json", action="store_true", help="Print a JSON object.")
+        add("--json", action="store_true", help="Print JSON.")
         for name, (text, _, _) in _ACTIONS.items():
             add = actions.add_parser(name, parents=[common, _filters()], help=text).add_argument
             add("ids", nargs="*", default=[], type=int, metavar="ID", help="The ids of the keys.")
