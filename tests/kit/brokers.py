@@ -182,13 +182,14 @@ class Celery(Broker):
 
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
-        former, app.conf.broker_write_url = app.conf.broker_write_url, broker_url(url)
+        assert app.conf["broker_url"]  # Celery reads its configuration at the first use.
         _hand_over._built.clear()
         with pytest.MonkeyPatch.context() as patch:
+            # Without this setting, writes go to ``broker_url``, which another test may change.
+            patch.setitem(app.conf.changes, "broker_write_url", broker_url(url))
             for name in ("socket_timeout", "socket_connect_timeout"):
                 patch.setitem(celery_delivery.BOUNDS["redis"], name, IMPATIENCE_SECONDS)
             yield
-        app.conf.broker_write_url = former
         _hand_over._built.clear()
 
 
