@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from inspect import isasyncgen, isgenerator
 from typing import Any, TypeVar
 
+from django.db import connections
 from django.utils import timezone
 
 from idempotency import conf
@@ -21,6 +22,7 @@ from idempotency._boundary import boundary
 from idempotency._engine import events
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.hung import watched_key
+from idempotency._engine.sessions import one_session, remember
 
 logger = logging.getLogger("idempotency")
 
@@ -62,7 +64,14 @@ def in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment], 
 def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment], Result]) -> Result:
     environment, raised, results = Environment(), None, []
     try:
-        with watched_key(key), boundary(), ExitStack() as stack, timezone.override(None):
+        with (
+            watched_key(key),
+            boundary(),
+            one_session,
+            ExitStack() as stack,
+            timezone.override(None),
+        ):
+            remember(connections[str(key._state.db)])
             try:
                 enter(stack, environment, key)
             except FAILURES as error:

@@ -8,19 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import TracebackType
-from typing import Any
 
 from django.db import Error
 
 from idempotency import conf
 from idempotency._engine.adapter import Run
 from idempotency._engine.errors import (
-    is_lost,
     raise_writer_busy,
     retryable_failure,
     serialization_failed,
 )
 from idempotency._engine.events import about
+from idempotency._engine.sessions import any_is_lost
 from idempotency.exceptions import Unavailable
 
 logger = logging.getLogger("idempotency")
@@ -39,18 +38,15 @@ class Attempts:
     after SERIALIZATION_RETRIES, or if the state cannot be restored; the caller then raises
     Unavailable ``conflict``. Raises Unavailable if the connection was lost."""
 
-    def __init__(self, run: Run, session: Any) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        #: The connection of psycopg, which a middleware may have set up; None if the first attempt
-        #: opens it.
-        self._session = session
         self._unique_violations = 0
 
     def __iter__(self) -> "Iterator[Attempts]":
         for count in range(conf.get().SERIALIZATION_RETRIES + 1):
             if count:
                 time.sleep(_backoff_seconds(count))
-                if is_lost(self._session):  # The ROLLBACK has failed.
+                if any_is_lost():  # A ROLLBACK has failed.
                     raise Unavailable(code="database_unavailable")
                 if not self._run.work.restore():
                     return

@@ -15,10 +15,10 @@ from django.db.models import Case, F, QuerySet, When
 from django.db.models.functions import Now
 
 from idempotency._async import NeverEntered, either_context
-from idempotency._engine import fence, replication
+from idempotency._engine import fence, replication, sessions
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.errors import drop_connection, is_lost, session_timed_out
+from idempotency._engine.errors import drop_connection, session_timed_out
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
@@ -42,8 +42,7 @@ class Calls:
         self._open: set[str] = set()
         #: At-most-once calls without a recorded result, with the error that a later phase raises.
         self._unsettled: dict[str, IdempotencyError] = {}
-        #: The connection of psycopg at the last phase or call.
-        self.session = connections[using].connection
+        sessions.remember(connections[using])
 
     @either_context(holds_transaction=False)
     def keyed(self, name: str, valid_seconds: int | None) -> Iterator[KeyedCall]:
@@ -149,18 +148,15 @@ class Calls:
                 self._recorded.add(name)
 
     def require_session(self) -> None:
-        """Raise OperationalError if the connection was lost since the last phase or call, also if
-        Django has opened a new one. The new session lacks what a middleware has set, such as the
-        tenant; a retry has that, and the results of calls. ``on_abandon`` continues on a new
-        connection, because nobody would run it again."""
+        """Raise OperationalError if the connection was lost during the run, also if Django has
+        opened a new one. ``on_abandon`` continues on a new connection, because nobody would run it
+        again."""
         connection = connections[self._using]
         if self._stuck_code:
             if connection.connection is not None and not connection.is_usable():
                 drop_connection(connection)
-        elif is_lost(self.session):
-            raise OperationalError("The connection was lost since the last phase or call.")
-        connection.ensure_connection()
-        self.session = connection.connection
+        else:
+            sessions.open_same(connection)
 
     def require_no_open_call(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""

@@ -3,7 +3,7 @@ and what has ended."""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal
 
 import psycopg
 from django.db import connections
@@ -25,7 +25,7 @@ _LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
 _TIME_LIMITS = {"25P03": "idle_in_transaction_session_timeout", "25P04": "transaction_timeout"}
 _IDLE_SESSION = "57P05"
 #: The attribute of a connection of psycopg whose session the server has ended for this reason.
-_TIMED_OUT = "_idempotency_timed_out"
+TIMED_OUT = "_idempotency_timed_out"
 #: A missing table and a missing column; the messages of SQLite.
 _NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 #: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second code.
@@ -125,15 +125,9 @@ def session_timed_out(error: BaseException, using: str) -> bool:
     the connection."""
     timed_out = isinstance(error, Error) and sqlstate_of(error) == _IDLE_SESSION
     if timed_out and (session := connections[using].connection) is not None:
-        setattr(session, _TIMED_OUT, True)
+        setattr(session, TIMED_OUT, True)
         drop_connection(connections[using])
     return timed_out
-
-
-def is_lost(session: Any) -> bool:
-    """Return whether a connection of psycopg was lost: neither closed by this process, nor ended by
-    the server at ``idle_session_timeout``."""
-    return getattr(session, "broken", False) and not hasattr(session, _TIMED_OUT)
 
 
 def exceeded_time_limit(error: BaseException | None) -> str | None:

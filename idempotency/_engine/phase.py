@@ -12,7 +12,7 @@ from django.db.transaction import TransactionManagementError
 
 from idempotency import signals
 from idempotency._async import either_context
-from idempotency._engine import events, fence
+from idempotency._engine import events, fence, sessions
 from idempotency._engine.adapter import Outcome
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.phased_run import PhasedRun, run_of
@@ -142,6 +142,7 @@ def atomic_phase(
     Raises CallNotRecorded after an at-most-once call that was declared ``retryable()``.
     Raises CallInDoubt if an at-most-once call of the key has no recorded result.
     Raises LockLost if another claim has taken over the key.
+    Raises OperationalError if the connection was lost before, also if Django has opened a new one.
     Raises RuntimeError inside a phase, an at-most-once call or a transaction.
     """
     run = run_of(key)
@@ -149,6 +150,7 @@ def atomic_phase(
     level, lease = run.begin_phase(isolation), run.key.lease_seconds
     with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
+        sessions.refuse_replaced(own.connection)
         # Registered first: an exception in a hook of the work must not skip it.
         own.connection.on_commit(phase.note)
         yield phase

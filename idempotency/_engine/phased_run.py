@@ -93,9 +93,8 @@ class PhasedRun:
 
     def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
         """Return the isolation of the transaction of a phase. Raises RuntimeError inside an
-        at-most-once call, and OperationalError if the connection was lost."""
+        at-most-once call."""
         self.calls.require_no_open_call()
-        self.calls.require_session()
         self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
         return self.level
 

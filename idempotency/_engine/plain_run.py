@@ -13,7 +13,7 @@ from django.db import connections
 from django.db.transaction import TransactionManagementError
 from django.db.utils import Error
 
-from idempotency._engine import claims, fence, savepoints
+from idempotency._engine import claims, fence, savepoints, sessions
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimOutcome
@@ -37,6 +37,7 @@ class PlainRun:
         self._request = request
         self._wait = Wait(work.wait_seconds)
         self._connection = connections[using]
+        sessions.remember(self._connection)
         self.is_nested = is_in_outer_transaction(self._connection)
         if self.is_nested:
             work.check_outer_transaction(using)
@@ -53,7 +54,7 @@ class PlainRun:
         try:
             if self.is_nested:
                 return self._in_transaction(call)
-            for attempt in Attempts(self, self._connection.connection):
+            for attempt in Attempts(self):
                 with attempt:
                     while True:
                         claim, outcome = self._in_transaction(call)
@@ -77,6 +78,7 @@ class PlainRun:
         try:
             first = claims.first_of_plain(self._request, self._connection)
             with self._block(first) as self.transaction:
+                sessions.refuse_replaced(self._connection)
                 claim = claims.claim_plain(self._request, self._connection, first)
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None

@@ -13,7 +13,7 @@ from django.db import connections
 from django.db.utils import Error
 
 from idempotency import signals
-from idempotency._engine import claims, events, fence, rows
+from idempotency._engine import claims, events, fence, rows, sessions
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
@@ -150,7 +150,7 @@ def _run_attempts(run: PhasedRun) -> Outcome:
     work = run.work
     if run.key.recovery_point not in work.points:
         raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(run.key))
-    for attempt in Attempts(run, run.calls.session):
+    for attempt in Attempts(run):
         with attempt:
             run.begin_attempt()
             with work.bind(run):
@@ -201,12 +201,14 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         # No caller waits for the completer. It stores no early error, because a repeat of the
         # caller may get another result.
         case _ if is_definitive and not run.work.by_completer:
+            sessions.open_same(connections[using])  # The loss may be the reason of the error.
             stored = run.work.stored(result.value)
             repeat(partial(fence.finish, key, stored, using=using, untouched=True))
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
         case _ if result.is_refusal and not run.work.by_completer:
+            sessions.open_same(connections[using])
             repeat(partial(fence.refuse, key, _description(run, result), using=using))
         case _:
             _release(key, _description(run, result), using=using)

@@ -165,7 +165,7 @@ class OperationWork:
         """Run a transaction. After a serialization failure, repeat the transaction, but not the
         call before it. After a serialization failure of a hook after COMMIT, repeat nothing."""
         point = run.key.recovery_point
-        for attempt in Attempts(run, run.calls.session):
+        for attempt in Attempts(run):
             if run.key.recovery_point != point:
                 return
             with attempt:

@@ -6,14 +6,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from django.db import connection
+from django.db import connection, connections
 
 from tests.kit.threads import WAIT_SECONDS
 
 
-def cut_this_connection() -> None:
+def cut_this_connection(alias: str = "default") -> None:
     """Cut the connection of this thread without a message, like a network failure."""
-    with socket.socket(fileno=os.dup(connection.connection.fileno())) as wire:
+    with socket.socket(fileno=os.dup(connections[alias].connection.fileno())) as wire:
         wire.shutdown(socket.SHUT_RDWR)
 
 

@@ -6,16 +6,23 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, transaction
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.core.exceptions import PermissionDenied
+from django.db import DatabaseError, OperationalError, connection, connections, transaction
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
+from pytest_django import Settings
 
+from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
+from idempotency.exceptions import Unavailable
+from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
+from tests import operations
+from tests.kit.ageing import abandon
 from tests.kit.duplicates import waiting_requests
 from tests.kit.outages import cut_this_connection
 from tests.kit.serving import Sender, View, another_client
 from tests.kit.threads import Gate, in_background
-from tests.kit.views import both_kinds
+from tests.kit.views import both_kinds, phased, phased_outside, plain
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
@@ -31,10 +38,25 @@ def _set_tenant(request: HttpRequest) -> str:
     return "scope"
 
 
-def _tenant() -> str:
-    with connection.cursor() as cursor:
+def _set_tenant_of_shard(request: HttpRequest) -> str:
+    with connections["shard_b"].cursor() as cursor:
+        cursor.execute("SELECT set_config('app.tenant', 'a', false)")
+    return "scope"
+
+
+def _tenant(alias: str = "default") -> str:
+    with connections[alias].cursor() as cursor:
         cursor.execute("SELECT current_setting('app.tenant', true)")
         return str(cursor.fetchone()[0] or "")
+
+
+def _fail_and_lose(alias: str) -> None:
+    """Raise a serialization failure, and lose the connection, so that the ROLLBACK fails."""
+    try:
+        with connections[alias].cursor() as cursor:
+            cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40001'; END $$")
+    finally:
+        cut_this_connection(alias)
 
 
 def _lose_in_phase(key: Any) -> None:
@@ -76,9 +98,24 @@ def _lose_and_query_after_call(key: Any) -> None:
     assert _tenant() == "a"
 
 
+def _lose_before_a_health_check(key: Any) -> None:
+    """As after ``close_old_connections()`` with CONN_HEALTH_CHECKS."""
+    cut_this_connection()
+    # The next connection sets both.
+    connection.health_check_enabled, connection.health_check_done = True, False
+
+
+def _lose_behind_a_health_check(key: Any) -> None:
+    with key.call("pay"):
+        _lose_before_a_health_check(key)
+        Entry.objects.count()
+
+
 @pytest.mark.parametrize(
     "lose",
     [
+        _lose_behind_a_health_check,
+        _lose_before_a_health_check,
         _lose_in_phase,
         _lose_in_phase_and_query,
         _lose_in_transaction,
@@ -113,19 +150,12 @@ def test_no_phase_runs_in_a_new_session(
 def test_no_retry_in_the_process_runs_in_a_new_session(
     kind: Kind, serve: Serve, sender: Sender
 ) -> None:
-    """The connection is lost after a serialization failure, so the ROLLBACK fails."""
     tenants: list[str] = []
 
     def work(request: HttpRequest) -> HttpResponse:
         tenants.append(_tenant())
         if len(tenants) == 1:
-            try:
-                with connection.cursor() as cursor:
-                    cursor.execute(
-                        "DO $$ BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40001'; END $$"
-                    )
-            finally:
-                cut_this_connection()
+            _fail_and_lose("default")
         return HttpResponse(status=201)
 
     serve(view=kind(work, scope=_set_tenant))
@@ -156,3 +186,125 @@ def test_a_duplicate_that_waited_runs_in_its_own_session(
     assert running.result().status_code == 500
     assert waiting.result().status_code == 201
     assert tenants == ["a", "a"]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_no_retry_in_the_process_runs_in_a_new_session_of_another_database(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants: list[str] = []
+    monkeypatch.setitem(connections["shard_b"].settings_dict, "ATOMIC_REQUESTS", True)
+
+    @idempotent(scope=_set_tenant_of_shard)
+    def view(request: HttpRequest) -> HttpResponse:
+        tenants.append(_tenant("shard_b"))
+        if len(tenants) == 1:
+            _fail_and_lose("shard_b")
+        return HttpResponse(status=201)
+
+    serve(view=view)
+    assert sender.send().status_code == 503
+    assert tenants == ["a"]
+
+
+@both_kinds
+def test_no_run_begins_after_a_loss_that_the_scope_has_hidden(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    tenants: list[str] = []
+
+    def scope(request: HttpRequest) -> str:
+        _set_tenant(request)
+        if not tenants:
+            tenants.append("lost")
+            cut_this_connection()
+            with suppress(OperationalError):
+                Entry.objects.count()
+        return "scope"
+
+    def work(request: HttpRequest) -> HttpResponse:
+        tenants.append(_tenant())
+        return HttpResponse(status=201)
+
+    serve(view=kind(work, scope=scope))
+    assert sender.send().status_code == 503
+    assert sender.send().status_code == 201
+    assert tenants == ["lost", "a"]
+
+
+@pytest.mark.parametrize("refusal", [Http404, PermissionDenied])
+@pytest.mark.parametrize("kind", [plain, phased, phased_outside])
+def test_an_error_that_the_view_makes_of_the_loss_is_not_stored(
+    kind: Kind, refusal: type[Exception], serve: Serve, sender: Sender
+) -> None:
+    losses = [1]
+
+    def work(request: HttpRequest) -> HttpResponse:
+        if losses:
+            losses.pop()
+            try:
+                with transaction.atomic():
+                    cut_this_connection()
+                    Entry.objects.create(name="lost")
+            except DatabaseError:
+                raise refusal from None
+        return HttpResponse(status=201)
+
+    serve(view=kind(work, scope=_set_tenant))
+    assert sender.send().status_code >= 400
+    key = IdempotencyKey.objects.first()
+    assert key is None or (key.finished_at, key.refused_at) == (None, None)
+
+
+def test_an_operation_that_a_request_calls_again_runs_in_no_new_session(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants, bank = list[str](), operations.Bank()
+    monkeypatch.setattr(operations, "bank", bank)
+    bank.before = cut_this_connection
+    bank.inside = lambda: tenants.append(_tenant())
+
+    def view(request: HttpRequest) -> HttpResponse:
+        _set_tenant(request)
+        for _ in range(2):
+            with suppress(Unavailable):
+                return HttpResponse(operations.charge.once("key", name="one", cents=1))
+            bank.before = lambda: None
+        return HttpResponse(status=503)
+
+    serve(view=view)
+    assert sender.send().status_code == 503
+    assert tenants == []
+    assert sender.send().status_code == 200
+    assert (tenants, len(bank.transfers)) == (["a"], 1)
+
+
+def test_the_completer_runs_nothing_in_a_session_without_what_prepare_request_has_set(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    tenants: list[str] = []
+    losses = [cut_this_connection]
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        if key.attempts == 1:
+            return HttpResponse(status=503)
+        with atomic_phase(key) as phase:
+            tenants.append(_tenant())
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    def prepare(request: HttpRequest, key: Any) -> None:
+        _set_tenant(request)
+        if losses:
+            losses.pop()()
+
+    serve(view=view)
+    assert sender.send().status_code == 503
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare}
+    abandon()
+    assert complete_once() == CompletePass(failed=1)
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert tenants == ["a"]
