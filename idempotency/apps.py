@@ -33,12 +33,9 @@ class IdempotencyConfig(AppConfig):
         request_started.connect(
             atomic_requests.exclude_protected_views, dispatch_uid="idempotency.atomic_requests"
         )
-        for signal, receiver in (
-            (request_started, sessions.begin_request),
-            (request_finished, sessions.end_request),
-            (connection_created, sessions.note_connected),
-        ):
-            signal.connect(receiver, dispatch_uid=f"idempotency.sessions.{receiver.__name__}")
+        request_started.connect(sessions.begin_request)
+        request_finished.connect(sessions.end_request)
+        connection_created.connect(sessions.note_connected)
         autodiscover_modules("operations")
         if "celery" in sys.modules:  # Its workers must know the task of staged operations.
             from idempotency.contrib import celery  # noqa: F401

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import TracebackType
+from typing import Any
 
 from django.db import Error
 
@@ -55,12 +55,7 @@ class Attempts:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         run = self._run
         failure = (
             retryable_failure(error, run.level, using=run.using)

@@ -152,11 +152,10 @@ class Calls:
         opened a new one. ``on_abandon`` continues on a new connection, because nobody would run it
         again."""
         connection = connections[self._using]
-        if self._stuck_code:
-            if connection.connection is not None and not connection.is_usable():
-                drop_connection(connection)
-        else:
+        if not self._stuck_code:
             sessions.open_same(connection)
+        elif connection.connection is not None and not connection.is_usable():
+            drop_connection(connection)
 
     def require_no_open_call(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""

@@ -10,7 +10,6 @@ go on after a loss.
 """
 
 import threading
-from types import TracebackType
 from typing import Any
 
 from django.db import OperationalError, connections
@@ -54,12 +53,7 @@ class _OneSession:
             _thread.forget()
         _thread.depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _thread.depth -= 1
 
 
@@ -78,40 +72,35 @@ def remember(connection: Any) -> None:
 
 def note_connected(connection: BaseDatabaseWrapper, **_: Any) -> None:
     """Note a new connection, and whether it replaces a lost one of the same request or run."""
+    alias = connection.alias
     if _thread.is_request or _thread.depth:
-        if _was_lost(_thread.known.get(connection.alias)):
-            _thread.replaced.add(connection.alias)
-        _thread.known[connection.alias] = connection.connection
+        if _was_lost(_thread.known.get(alias)):
+            _thread.replaced.add(alias)
+        _thread.known[alias] = connection.connection
 
 
 def is_lost(connection: BaseDatabaseWrapper) -> bool:
     """Return whether this request or run has lost a session of the connection. Django closes lost
     sessions at the beginning of a request, so an unknown one was lost in it."""
-    known = _thread.known.get(connection.alias)
-    if known is None and _thread.is_request:
-        known = connection.connection
-    return connection.alias in _thread.replaced or _was_lost(known)
+    unknown = connection.connection if _thread.is_request else None
+    return connection.alias in _thread.replaced or _was_lost(
+        _thread.known.get(connection.alias, unknown)
+    )
 
 
 def _was_lost(own: Any) -> bool:
-    """Return whether a connection of psycopg was neither closed by this process, nor ended by the
-    server at ``idle_session_timeout``."""
+    # neither closed by this process, nor ended at ``idle_session_timeout``
     return getattr(own, "broken", False) and not hasattr(own, TIMED_OUT)
 
 
 def refuse_replaced(connection: BaseDatabaseWrapper) -> None:
-    """Raise OperationalError if the open connection has replaced a lost one of this request or
-    run."""
+    """Raise OperationalError if the connection has replaced a lost one of this request or run."""
     if connection.alias in _thread.replaced:
-        raise OperationalError(
-            f"The connection to {connection.alias!r} was lost during the request. The rest of it"
-            " does not run on a new connection, which lacks what a middleware may have set."
-        )
+        raise OperationalError("The connection was lost during the request. A retry may succeed.")
 
 
 def open_same(connection: BaseDatabaseWrapper) -> None:
-    """Open the connection, or check that it is usable. Raise OperationalError if this request or
-    run has lost it, perhaps just now."""
+    """Open the connection, and call ``refuse_replaced``."""
     if connection.vendor == "postgresql":
         psycopg_connection(connection)
     refuse_replaced(connection)

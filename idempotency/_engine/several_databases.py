@@ -11,7 +11,7 @@ from django.db.transaction import TransactionManagementError
 from psycopg.pq import TransactionStatus
 
 from idempotency._engine.errors import has_ended
-from idempotency._engine.sessions import refuse_replaced, remember
+from idempotency._engine.sessions import remember
 
 _BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
@@ -38,7 +38,6 @@ class OtherTransactions:
             for alias in self._aliases:
                 remember(connections[alias])
                 stack.enter_context(transaction.atomic(using=alias))
-                refuse_replaced(connections[alias])
                 stack.enter_context(
                     _first_statement_noted(connections[alias], partial(self._used.add, alias))
                 )
