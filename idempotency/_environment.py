@@ -22,7 +22,7 @@ from idempotency._boundary import boundary
 from idempotency._engine import events
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.hung import watched_key
-from idempotency._engine.sessions import one_session, remember
+from idempotency._engine.sessions import another_request, remember
 
 logger = logging.getLogger("idempotency")
 
@@ -67,7 +67,7 @@ def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment],
         with (
             watched_key(key),
             boundary(),
-            one_session,
+            another_request(),
             ExitStack() as stack,
             timezone.override(None),
         ):

@@ -37,6 +37,14 @@ class WriterBusy(OperationalError):
     wait again."""
 
 
+class SessionLost(OperationalError):
+    """The request has lost the session that a middleware may have set up; the database may be
+    reachable."""
+
+    def __str__(self) -> str:
+        return "a connection was lost during the request, and the request does not continue"
+
+
 def serialization_failed(error: BaseException | None) -> bool:
     """Return whether the transaction lost against a concurrent one: a retry of the same work may
     succeed."""
@@ -105,6 +113,8 @@ def connection_lost(error: BaseException, using: str) -> bool:
     if not isinstance(error, Error):
         return False
     connection = connections[using]
+    if isinstance(error, SessionLost):
+        return True  # The present connection is usable.
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
     # Decide by the error, because Django may have opened a new connection. A broken connection has

@@ -150,7 +150,7 @@ def atomic_phase(
     level, lease = run.begin_phase(isolation), run.key.lease_seconds
     with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
-        sessions.refuse_replaced(own.connection)
+        sessions.refuse_replaced()
         # Registered first: an exception in a hook of the work must not skip it.
         own.connection.on_commit(phase.note)
         yield phase

@@ -78,7 +78,7 @@ class PlainRun:
         try:
             first = claims.first_of_plain(self._request, self._connection)
             with self._block(first) as self.transaction:
-                sessions.refuse_replaced(self._connection)
+                sessions.refuse_replaced()
                 claim = claims.claim_plain(self._request, self._connection, first)
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None

@@ -18,7 +18,7 @@ from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import ClaimOutcome
-from idempotency._engine.errors import drop_connection, retryable_failure
+from idempotency._engine.errors import SessionLost, drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.phased_run import PhasedRun
@@ -96,6 +96,7 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     """
     require_no_transaction(using)
     wait = Wait(work.wait_seconds)
+    sessions.refuse_replaced()
     while True:
         claim = claims.claim_phased(request, work.points[:-1], using=using)
         if claim.outcome is not ClaimOutcome.IN_PROGRESS or not wait.pause():
@@ -201,18 +202,24 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         # No caller waits for the completer. It stores no early error, because a repeat of the
         # caller may get another result.
         case _ if is_definitive and not run.work.by_completer:
-            sessions.open_same(connections[using])  # The loss may be the reason of the error.
+            _refuse_after_loss(result)
             stored = run.work.stored(result.value)
             repeat(partial(fence.finish, key, stored, using=using, untouched=True))
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
         case _ if result.is_refusal and not run.work.by_completer:
-            sessions.open_same(connections[using])
+            _refuse_after_loss(result)
             repeat(partial(fence.refuse, key, _description(run, result), using=using))
         case _:
             _release(key, _description(run, result), using=using)
     return result
+
+
+def _refuse_after_loss(refusal: Outcome) -> None:
+    """Raise SessionLost instead of storing a refusal for which the loss may be the reason."""
+    if sessions.any_is_lost():
+        raise SessionLost from refusal.cause
 
 
 def _settle_exception(run: PhasedRun, error: BaseException) -> NoReturn:

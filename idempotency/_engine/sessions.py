@@ -1,56 +1,78 @@
 """The sessions of the database on which a request runs, and their loss.
 
 A middleware may have set up the session: a search path, the tenant of row policies, a role. After a
-loss Django opens a new connection that has nothing of this, so the rest of the request must not run
-on it; a retry of the client may. A session that the server has ended at ``idle_session_timeout`` is
+loss Django opens a new connection that has nothing of this, so no run of the request continues on
+it; a retry of the client may. A session that the server has ended at ``idle_session_timeout`` is
 replaced, because a retry would meet the same limit; so is one that the project has closed.
 
 Outside of a request, each outermost block ``with one_session`` begins anew: a task or a command may
 go on after a loss.
 """
 
+import os
 import threading
+import weakref
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
-from django.db import OperationalError, connections
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency._engine.database_product import psycopg_connection
-from idempotency._engine.errors import TIMED_OUT
+from idempotency._engine.errors import TIMED_OUT, SessionLost
+
+
+class _Request:
+    """The mark of a request in its ``environ`` or ``scope``."""
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        #: Of a request, and of the runs inside one another.
-        self.is_request, self.depth = False, 0
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the sessions of earlier requests and runs of this thread."""
+        #: A weak reference to the request. Some servers never send ``request_finished``.
+        self.request: Any = None
+        #: The number of runs inside one another.
+        self.depth = 0
         #: The connection of psycopg of each alias.
         self.known: dict[str, Any] = {}
         #: The aliases of lost sessions that Django has replaced.
         self.replaced: set[str] = set()
 
+    def is_in_request(self) -> bool:
+        return self.request is not None and self.request() is not None
+
 
 _thread = _Thread()
+# A child that was forked in a request is not in it.
+os.register_at_fork(after_in_child=_thread.__init__)  # type: ignore[misc]
 
 
-def begin_request(**_: Any) -> None:
-    _thread.is_request = True
-    _thread.forget()
+def begin_request(
+    environ: MutableMapping[str, Any] | None = None,
+    scope: MutableMapping[str, Any] | None = None,
+    **_: Any,
+) -> None:
+    """Begin anew: Django has closed the connections that are known to be lost."""
+    _thread.__init__()  # type: ignore[misc]
+    request = scope if environ is None else environ
+    if request is not None:
+        request["idempotency.request"] = mark = _Request()
+        _thread.request = weakref.ref(mark)
+        for connection in connections.all(initialized_only=True):
+            remember(connection)
 
 
 def end_request(**_: Any) -> None:
-    _thread.is_request = False
+    _thread.request = None
 
 
 class _OneSession:
-    """A block in which no run continues on the session that replaced a lost one."""
+    """A block in which no run continues on a session that replaced a lost one. Inside a request or
+    another such block it changes nothing."""
 
     def __enter__(self) -> None:
-        if not _thread.depth and not _thread.is_request:
-            _thread.forget()
+        if not _thread.depth and not (_thread.request and _thread.request()):
+            _thread.known, _thread.replaced = {}, set()
         _thread.depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -58,6 +80,19 @@ class _OneSession:
 
 
 one_session = _OneSession()
+
+
+@contextmanager
+def another_request() -> Iterator[None]:
+    """Run the block like a request of its own, also inside of one."""
+    outer = dict(vars(_thread))
+    _thread.__init__()  # type: ignore[misc]
+    _thread.depth = 1
+    try:
+        yield
+    finally:
+        outer["replaced"] |= _thread.replaced
+        vars(_thread).update(outer)
 
 
 def remember(connection: Any) -> None:
@@ -71,21 +106,30 @@ def remember(connection: Any) -> None:
 
 
 def note_connected(connection: BaseDatabaseWrapper, **_: Any) -> None:
-    """Note a new connection, and whether it replaces a lost one of the same request or run."""
+    """Note a new connection, and whether it replaces a lost one of the same request or run. Other
+    objects may connect to the same database for a purpose of their own."""
     alias = connection.alias
-    if _thread.is_request or _thread.depth:
+    if not (_thread.depth or _thread.is_in_request()):
+        return
+    if connection in connections.all(initialized_only=True):
         if _was_lost(_thread.known.get(alias)):
             _thread.replaced.add(alias)
         _thread.known[alias] = connection.connection
 
 
 def is_lost(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether this request or run has lost a session of the connection. Django closes lost
-    sessions at the beginning of a request, so an unknown one was lost in it."""
-    unknown = connection.connection if _thread.is_request else None
-    return connection.alias in _thread.replaced or _was_lost(
-        _thread.known.get(connection.alias, unknown)
-    )
+    """Return whether this request or run has lost a session of the connection. Django closes the
+    lost sessions that it knows of at the beginning of a request."""
+    in_request, alias = _thread.is_in_request(), connection.alias
+    if not (_thread.depth or in_request):
+        return False
+    unknown = connection.connection if in_request else None
+    return alias in _thread.replaced or _was_lost(_thread.known.get(alias, unknown))
+
+
+def any_is_lost() -> bool:
+    """Return whether this request or run has lost a session of any database."""
+    return any(map(is_lost, connections.all(initialized_only=True)))
 
 
 def _was_lost(own: Any) -> bool:
@@ -93,19 +137,16 @@ def _was_lost(own: Any) -> bool:
     return getattr(own, "broken", False) and not hasattr(own, TIMED_OUT)
 
 
-def refuse_replaced(connection: BaseDatabaseWrapper) -> None:
-    """Raise OperationalError if the connection has replaced a lost one of this request or run."""
-    if connection.alias in _thread.replaced:
-        raise OperationalError("The connection was lost during the request. A retry may succeed.")
+def refuse_replaced() -> None:
+    """Raise SessionLost if a lost session of this request or run was replaced, in any database: the
+    run may use several."""
+    if _thread.replaced:
+        raise SessionLost
 
 
 def open_same(connection: BaseDatabaseWrapper) -> None:
-    """Open the connection, and call ``refuse_replaced``."""
+    """Open the connection, with Django's health check if it is due. Raise SessionLost like
+    ``refuse_replaced``."""
     if connection.vendor == "postgresql":
         psycopg_connection(connection)
-    refuse_replaced(connection)
-
-
-def any_is_lost() -> bool:
-    """Return whether this request or run has lost a session of any database."""
-    return any(map(is_lost, connections.all(initialized_only=True)))
+    refuse_replaced()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import PermissionDenied
+from django.core.signals import request_started
 from django.db import DatabaseError, OperationalError, connection, connections, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from pytest_django import Settings
@@ -308,3 +309,46 @@ def test_the_completer_runs_nothing_in_a_session_without_what_prepare_request_ha
     abandon()
     assert complete_once() == CompletePass(finished=1)
     assert tenants == ["a"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_task_goes_on_after_a_loss_also_in_a_thread_whose_request_sent_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asgiref's ``WsgiToAsgi`` closes no response, so Django sends no ``request_finished``."""
+    bank = operations.Bank()
+    monkeypatch.setattr(operations, "bank", bank)
+    request_started.send(sender=None, environ={})
+    bank.before = cut_this_connection
+    with pytest.raises(Unavailable):
+        operations.charge.once("key", name="one", cents=1)
+    bank.before = lambda: None
+    assert operations.charge.once("key", name="one", cents=1) == {"transfer": 0}
+
+
+def test_a_completer_inside_a_request_runs_the_keys_after_a_loss(
+    serve: Serve, sender: Sender
+) -> None:
+    runs: list[str] = []
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        if key.attempts == 1:
+            return HttpResponse(status=503)
+        runs.append(key.idempotency_key)
+        if len(runs) == 1:
+            cut_this_connection()
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    def complete(request: HttpRequest) -> HttpResponse:
+        done = complete_once()
+        return HttpResponse(f"{done.finished} {done.failed}")
+
+    serve(view=view, complete=complete)
+    for key in ("first", "second", "third"):
+        assert sender.send(key=key).status_code == 503
+    abandon()
+    assert sender.client.get("/complete/").content == b"2 1"
