@@ -20,7 +20,8 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 def test_the_operation_of_the_readme_pays_once(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     (section,) = re.findall(r"^## Protect a function\n.*?(?=^## )", README, re.M | re.S)
     assert len(section.strip().splitlines()) <= 25
-    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    (definitions,) = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    (call,) = re.findall(r"`(pay_out\.once\(.*?\))`", section)
     payout = Entry.objects.create(pk=17, name="not paid")
 
     def rows(pk: int) -> Any:
@@ -36,7 +37,6 @@ def test_the_operation_of_the_readme_pays_once(bank: Bank, monkeypatch: pytest.M
             transfer=lambda cents, idempotency_key: bank.transfer(idempotency_key, cents)
         ),
     }
-    definitions, call = code.rsplit("\n\n", 1)
     # As operations.py is imported before the apps are ready, in a project of its own.
     monkeypatch.setattr(definition, "_operations", {})
     monkeypatch.setattr("django.apps.apps.ready", False)
@@ -47,7 +47,7 @@ def test_the_operation_of_the_readme_pays_once(bank: Bank, monkeypatch: pytest.M
         exec(compile(call, "README.md", "exec"), names)
     monkeypatch.setattr(bank, "after", lambda: None)
     for _ in range(2):
-        assert eval(compile(call.strip(), "README.md", "eval"), names) == {"transfer": 0}
+        assert eval(compile(call, "README.md", "eval"), names) == {"transfer": 0}
     payout.refresh_from_db()
     assert payout.name == "paid 0"
     assert (len(bank.transfers), bank.requests) == (1, 2)
