@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from benchmarks.counts import Counts, count
+from benchmarks.counts import Counts, count, count_least
 from idempotency.models import IdempotencyKey
 from tests.kit.database import messages
 from tests.kit.tables import truncate
@@ -49,7 +49,7 @@ def costs(call: Call) -> tuple[Counts, int]:
 def costs_of_repeat(call: Call) -> tuple[Counts, int]:
     for _ in range(8):
         call("repeated")
-    return count(lambda: call("repeated")), messages(lambda: call("repeated"))
+    return count_least(lambda: call("repeated")), messages(lambda: call("repeated"))
 
 
 @pytest.mark.parametrize(
