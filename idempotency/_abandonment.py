@@ -7,7 +7,7 @@ from django.db import Error
 
 from idempotency import _text, conf, signals
 from idempotency._async import FAILURES
-from idempotency._boundary import boundary, drop_unusable_connections
+from idempotency._boundary import checked_at_end, drop_unusable_connections
 from idempotency._engine import claims, decisions, events, fence, rows
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.calls import Calls
@@ -89,7 +89,7 @@ def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
     key.calls = Calls(key, using=using, stuck_code=StuckCode.ON_ABANDON)
     try:
         try:
-            with watched_key(key), boundary():
+            with watched_key(key), checked_at_end():
                 abandoned = work.abandon(key)
         finally:
             drop_unusable_connections()  # Its session may have ended during a long call.

@@ -42,6 +42,14 @@ def boundary() -> Iterator[None]:
     it is, so that the block may run in a transaction of the loop.
     """
     drop_unusable_connections()
+    with checked_at_end():
+        yield
+
+
+@contextmanager
+def checked_at_end() -> Iterator[None]:
+    """Check the connections as at the end of ``boundary()``. At the beginning, a lost session must
+    not be replaced: PREPARE_REQUEST may have set it up."""
     try:
         yield
     finally:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from inspect import isasyncgen, isgenerator
 from typing import Any, TypeVar
 
-from django.db import connections
 from django.utils import timezone
 
 from idempotency import conf
@@ -22,7 +21,6 @@ from idempotency._boundary import boundary
 from idempotency._engine import events
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.hung import watched_key
-from idempotency._engine.sessions import another_request, remember
 
 logger = logging.getLogger("idempotency")
 
@@ -67,11 +65,9 @@ def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment],
         with (
             watched_key(key),
             boundary(),
-            another_request(),
             ExitStack() as stack,
             timezone.override(None),
         ):
-            remember(connections[str(key._state.db)])
             try:
                 enter(stack, environment, key)
             except FAILURES as error:

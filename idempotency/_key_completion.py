@@ -11,7 +11,7 @@ from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
 
 from idempotency import conf, signals
-from idempotency._boundary import boundary
+from idempotency._boundary import checked_at_end
 from idempotency._engine import claims, decisions, events, fence, rows
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.claimed_key import ClaimedKey
@@ -151,7 +151,7 @@ def _run(key: ClaimedKey, alias: str, work: StoredWork) -> str:
     with which the next key would fail too. If the lock of this key cannot be released then, it
     expires."""
     events.emit(signals.key_claimed, key, None)
-    with boundary():
+    with checked_at_end():
         rerun = work.run()
     error = rerun.error
     if isinstance(error, NotReplicated) or (

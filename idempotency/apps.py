@@ -4,8 +4,7 @@ import logging
 import sys
 
 from django.apps import AppConfig
-from django.core.signals import request_finished, request_started
-from django.db.backends.signals import connection_created
+from django.core.signals import request_started
 from django.utils.module_loading import autodiscover_modules
 from django.utils.translation import gettext_lazy as _
 
@@ -19,7 +18,7 @@ class IdempotencyConfig(AppConfig):
 
     def ready(self) -> None:
         from idempotency import _prompt, signals  # noqa: F401
-        from idempotency._engine import adapter, sessions
+        from idempotency._engine import adapter
         from idempotency._http import atomic_requests
         from idempotency._http.rerun import HttpAdapter
         from idempotency._operations.definition import METHOD
@@ -33,9 +32,6 @@ class IdempotencyConfig(AppConfig):
         request_started.connect(
             atomic_requests.exclude_protected_views, dispatch_uid="idempotency.atomic_requests"
         )
-        request_started.connect(sessions.begin_request)
-        request_finished.connect(sessions.end_request)
-        connection_created.connect(sessions.note_connected)
         autodiscover_modules("operations")
         if "celery" in sys.modules:  # Its workers must know the task of staged operations.
             from idempotency.contrib import celery  # noqa: F401

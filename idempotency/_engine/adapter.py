@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
+from idempotency._engine.sessions import Sessions
 from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import Isolation
 
@@ -155,6 +156,7 @@ class Run(Protocol):
     using: str
     #: The last transaction of the run.
     transaction: OwnTransaction | None
+    sessions: Sessions
 
     @property
     def key(self) -> Any:

@@ -19,7 +19,6 @@ from idempotency._engine.errors import (
     serialization_failed,
 )
 from idempotency._engine.events import about
-from idempotency._engine.sessions import any_is_lost
 from idempotency.exceptions import Unavailable
 
 logger = logging.getLogger("idempotency")
@@ -46,7 +45,7 @@ class Attempts:
         for count in range(conf.get().SERIALIZATION_RETRIES + 1):
             if count:
                 time.sleep(_backoff_seconds(count))
-                if any_is_lost():  # A ROLLBACK has failed.
+                if self._run.sessions.is_one_lost:  # A ROLLBACK has failed.
                     raise Unavailable(code="database_unavailable")
                 if not self._run.work.restore():
                     return

@@ -15,11 +15,13 @@ from django.db.models import Case, F, QuerySet, When
 from django.db.models.functions import Now
 
 from idempotency._async import NeverEntered, either_context
-from idempotency._engine import fence, replication, sessions
+from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
+from idempotency._engine.database_product import psycopg_connection
 from idempotency._engine.errors import drop_connection, session_timed_out
 from idempotency._engine.outer_transactions import require_no_transaction
+from idempotency._engine.sessions import Sessions
 from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
@@ -30,10 +32,18 @@ _EXPIRY = Case(When(finished_at=None, then=None), default=F("expires_at"))
 
 class Calls:
     """The calls of one attempt at a claimed key, or of ``on_abandon``, whose key is stuck with
-    ``stuck_code``."""
+    ``stuck_code``, and which has no ``sessions``."""
 
-    def __init__(self, key: ClaimedKey, *, using: str, stuck_code: str = "") -> None:
+    def __init__(
+        self,
+        key: ClaimedKey,
+        *,
+        using: str,
+        sessions: Sessions | None = None,
+        stuck_code: str = "",
+    ) -> None:
         self._key, self._using, self._stuck_code = key, using, stuck_code
+        self._sessions = sessions
         #: The names of keyed calls of this attempt, and of at-most-once calls with a result of an
         #: earlier attempt, that have ended, and whose block is open.
         self._keyed: set[str] = set()
@@ -42,7 +52,6 @@ class Calls:
         self._open: set[str] = set()
         #: At-most-once calls without a recorded result, with the error that a later phase raises.
         self._unsettled: dict[str, IdempotencyError] = {}
-        sessions.remember(connections[using])
 
     @either_context(holds_transaction=False)
     def keyed(self, name: str, valid_seconds: int | None) -> Iterator[KeyedCall]:
@@ -152,8 +161,11 @@ class Calls:
         opened a new one. ``on_abandon`` continues on a new connection, because nobody would run it
         again."""
         connection = connections[self._using]
-        if not self._stuck_code:
-            sessions.open_same(connection)
+        if self._sessions is not None:
+            if connection.vendor == "postgresql":
+                psycopg_connection(connection)
+            self._sessions.require_all()
+            self._sessions.note()
         elif connection.connection is not None and not connection.is_usable():
             drop_connection(connection)
 

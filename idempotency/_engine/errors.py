@@ -38,11 +38,10 @@ class WriterBusy(OperationalError):
 
 
 class SessionLost(OperationalError):
-    """The request has lost the session that a middleware may have set up; the database may be
-    reachable."""
+    """A run has lost a session that a middleware may have set up; the database may be reachable."""
 
     def __str__(self) -> str:
-        return "a connection was lost during the request, and the request does not continue"
+        return "a connection was lost during the run, and the run does not continue"
 
 
 def serialization_failed(error: BaseException | None) -> bool:
@@ -114,7 +113,9 @@ def connection_lost(error: BaseException, using: str) -> bool:
         return False
     connection = connections[using]
     if isinstance(error, SessionLost):
-        return True  # The present connection is usable.
+        if getattr(connection.connection, "closed", False):
+            drop_connection(connection)
+        return True  # Another connection is usable.
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
     # Decide by the error, because Django may have opened a new connection. A broken connection has

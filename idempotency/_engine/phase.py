@@ -12,7 +12,7 @@ from django.db.transaction import TransactionManagementError
 
 from idempotency import signals
 from idempotency._async import either_context
-from idempotency._engine import events, fence, sessions
+from idempotency._engine import events, fence
 from idempotency._engine.adapter import Outcome
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.phased_run import PhasedRun, run_of
@@ -150,7 +150,8 @@ def atomic_phase(
     level, lease = run.begin_phase(isolation), run.key.lease_seconds
     with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
-        sessions.refuse_replaced()
+        run.sessions.require_all()
+        run.sessions.note()
         # Registered first: an exception in a hook of the work must not skip it.
         own.connection.on_commit(phase.note)
         yield phase

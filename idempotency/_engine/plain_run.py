@@ -13,11 +13,12 @@ from django.db import connections
 from django.db.transaction import TransactionManagementError
 from django.db.utils import Error
 
-from idempotency._engine import claims, fence, savepoints, sessions
+from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.outer_transactions import is_in_outer_transaction
+from idempotency._engine.sessions import Sessions
 from idempotency._engine.several_databases import OtherTransactions
 from idempotency._engine.transactions import First, OwnTransaction, durable_transaction
 from idempotency._text import first_line
@@ -37,7 +38,7 @@ class PlainRun:
         self._request = request
         self._wait = Wait(work.wait_seconds)
         self._connection = connections[using]
-        sessions.remember(self._connection)
+        self.sessions = Sessions()
         self.is_nested = is_in_outer_transaction(self._connection)
         if self.is_nested:
             work.check_outer_transaction(using)
@@ -78,11 +79,12 @@ class PlainRun:
         try:
             first = claims.first_of_plain(self._request, self._connection)
             with self._block(first) as self.transaction:
-                sessions.refuse_replaced()
+                self.sessions.require_all()
                 claim = claims.claim_plain(self._request, self._connection, first)
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
                 self.key = claim.key
+                self.sessions.note()
                 self.transaction.block.key_id = claim.key.id
                 if self.is_nested:
                     savepoints.hold(claim.key, using=using)

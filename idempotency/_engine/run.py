@@ -13,7 +13,7 @@ from django.db import connections
 from django.db.utils import Error
 
 from idempotency import signals
-from idempotency._engine import claims, events, fence, rows, sessions
+from idempotency._engine import claims, events, fence, rows
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
@@ -96,7 +96,6 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     """
     require_no_transaction(using)
     wait = Wait(work.wait_seconds)
-    sessions.refuse_replaced()
     while True:
         claim = claims.claim_phased(request, work.points[:-1], using=using)
         if claim.outcome is not ClaimOutcome.IN_PROGRESS or not wait.pause():
@@ -202,23 +201,23 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         # No caller waits for the completer. It stores no early error, because a repeat of the
         # caller may get another result.
         case _ if is_definitive and not run.work.by_completer:
-            _refuse_after_loss(result)
+            _refuse_after_loss(run, result)
             stored = run.work.stored(result.value)
             repeat(partial(fence.finish, key, stored, using=using, untouched=True))
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
         case _ if result.is_refusal and not run.work.by_completer:
-            _refuse_after_loss(result)
+            _refuse_after_loss(run, result)
             repeat(partial(fence.refuse, key, _description(run, result), using=using))
         case _:
             _release(key, _description(run, result), using=using)
     return result
 
 
-def _refuse_after_loss(refusal: Outcome) -> None:
+def _refuse_after_loss(run: PhasedRun, refusal: Outcome) -> None:
     """Raise SessionLost instead of storing a refusal for which the loss may be the reason."""
-    if sessions.any_is_lost():
+    if run.sessions.is_one_lost:
         raise SessionLost from refusal.cause
 
 

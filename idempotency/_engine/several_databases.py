@@ -11,7 +11,6 @@ from django.db.transaction import TransactionManagementError
 from psycopg.pq import TransactionStatus
 
 from idempotency._engine.errors import has_ended
-from idempotency._engine.sessions import remember
 
 _BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
@@ -36,7 +35,6 @@ class OtherTransactions:
     def _atomic(self) -> Iterator[None]:
         with ExitStack() as stack:
             for alias in self._aliases:
-                remember(connections[alias])
                 stack.enter_context(transaction.atomic(using=alias))
                 stack.enter_context(
                     _first_statement_noted(connections[alias], partial(self._used.add, alias))

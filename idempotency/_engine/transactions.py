@@ -14,7 +14,7 @@ from django.db.utils import DatabaseError, Error, OperationalError
 from psycopg import IsolationLevel
 
 from idempotency import conf
-from idempotency._engine import database_product, round_trips, sessions
+from idempotency._engine import database_product, round_trips
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.errors import (
     NOT_SUPPORTED,
@@ -249,10 +249,6 @@ def durable_transaction(
     begun = False
     try:
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
-            server = connection.connection
-            # The session that a request has lost is not replaced: ``begin`` fails.
-            if server is not None and server.closed and not sessions.is_lost(connection):
-                connection.close()  # Django opens a new one.
             # Receivers of ``connection_created`` may begin transactions of theirs.
             database_product.psycopg_connection(connection)
             vars(connection)[_BEGIN_HOOK] = own.begin

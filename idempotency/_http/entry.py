@@ -17,7 +17,6 @@ from idempotency._engine.errors import (
 )
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.run import run_claimed, run_phased, run_plain
-from idempotency._engine.sessions import one_session
 from idempotency._hidden import Hidden
 from idempotency._http import bodies, key_header, problems, stored_request
 from idempotency._http.nesting import join, outer_run
@@ -113,14 +112,13 @@ def _run(work: ViewWork, call: Call, options: Options, key: Hidden[str]) -> Http
     database or of its standby."""
     using = options.alias(call.request)
     try:
-        with one_session:
-            if not (scope := scopes.scope_of(call.view_request, options.scope)):
-                raise Problem("scope_missing")
-            if (refusal := _refusal(call, options)) is not None:
-                return refusal
-            captured = stored_request.capture(call, scope, key, options)
-            run = run_plain if options.recovery_points is None else run_phased
-            return run(work, captured, using=using)  # type: ignore[no-any-return]
+        if not (scope := scopes.scope_of(call.view_request, options.scope)):
+            raise Problem("scope_missing")
+        if (refusal := _refusal(call, options)) is not None:
+            return refusal
+        captured = stored_request.capture(call, scope, key, options)
+        run = run_plain if options.recovery_points is None else run_phased
+        return run(work, captured, using=using)  # type: ignore[no-any-return]
     except REFUSALS as refused:
         if isinstance(refused, NotReplicated):
             text = "a response from the database %r is not confirmed: %s"

@@ -18,7 +18,6 @@ from idempotency._engine.errors import (
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._engine.run import run_phased, run_plain
-from idempotency._engine.sessions import one_session
 from idempotency._hidden import Hidden
 from idempotency._operations.definition import Definition, find
 from idempotency._operations.results import encoded, restored
@@ -91,9 +90,8 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
     if phased and is_nested:
         raise RuntimeError(_IN_TRANSACTION.format(work.name))
     try:
-        with one_session:
-            done: StoredResponse = (run_phased if phased else run_plain)(work, request, using=using)
-            return done
+        done: StoredResponse = (run_phased if phased else run_plain)(work, request, using=using)
+        return done
     except (InProgress, KeyReused, InterventionRequired, Unavailable):
         raise
     except Exception as error:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import PermissionDenied
-from django.core.signals import request_started
 from django.db import DatabaseError, OperationalError, connection, connections, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from pytest_django import Settings
@@ -16,6 +15,7 @@ from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import Unavailable
 from idempotency.models import IdempotencyKey
+from idempotency.operations import Rejected
 from idempotency.phases import atomic_phase
 from tests import operations
 from tests.kit.ageing import abandon
@@ -257,29 +257,6 @@ def test_an_error_that_the_view_makes_of_the_loss_is_not_stored(
     assert key is None or (key.finished_at, key.refused_at) == (None, None)
 
 
-def test_an_operation_that_a_request_calls_again_runs_in_no_new_session(
-    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tenants, bank = list[str](), operations.Bank()
-    monkeypatch.setattr(operations, "bank", bank)
-    bank.before = cut_this_connection
-    bank.inside = lambda: tenants.append(_tenant())
-
-    def view(request: HttpRequest) -> HttpResponse:
-        _set_tenant(request)
-        for _ in range(2):
-            with suppress(Unavailable):
-                return HttpResponse(operations.charge.once("key", name="one", cents=1))
-            bank.before = lambda: None
-        return HttpResponse(status=503)
-
-    serve(view=view)
-    assert sender.send().status_code == 503
-    assert tenants == []
-    assert sender.send().status_code == 200
-    assert (tenants, len(bank.transfers)) == (["a"], 1)
-
-
 def test_the_completer_runs_nothing_in_a_session_without_what_prepare_request_has_set(
     serve: Serve, sender: Sender, settings: Settings
 ) -> None:
@@ -312,18 +289,57 @@ def test_the_completer_runs_nothing_in_a_session_without_what_prepare_request_ha
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_task_goes_on_after_a_loss_also_in_a_thread_whose_request_sent_no_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """asgiref's ``WsgiToAsgi`` closes no response, so Django sends no ``request_finished``."""
+def test_a_task_goes_on_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     bank = operations.Bank()
     monkeypatch.setattr(operations, "bank", bank)
-    request_started.send(sender=None, environ={})
     bank.before = cut_this_connection
     with pytest.raises(Unavailable):
         operations.charge.once("key", name="one", cents=1)
     bank.before = lambda: None
     assert operations.charge.once("key", name="one", cents=1) == {"transfer": 0}
+
+
+@pytest.mark.parametrize("health_checks", [False, True])
+@pytest.mark.django_db(transaction=True)
+def test_a_task_stores_no_refusal_that_the_work_makes_of_a_loss(
+    health_checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(**values: Any) -> Entry:
+        monkeypatch.undo()
+        cut_this_connection()
+        try:
+            return Entry.objects.create(**values)
+        except DatabaseError:
+            raise Rejected("unknown") from None
+
+    if health_checks:
+        connection.health_check_enabled, connection.health_check_done = True, False
+    else:
+        connection.close()
+    monkeypatch.setattr(operations.Entry.objects, "create", create)
+    with pytest.raises(Unavailable):
+        operations.book.once("key", name="one")
+    assert operations.book.once("key", name="one") == Entry.objects.get().pk
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_task_does_not_finish_a_run_after_the_loss_of_another_database(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bank, tenants = operations.Bank(), list[str]()
+    monkeypatch.setattr(operations, "bank", bank)
+    bank.inside = lambda: tenants.append(_tenant("shard_b"))
+
+    def lose() -> None:
+        with suppress(OperationalError), transaction.atomic(using="shard_b"):
+            cut_this_connection("shard_b")
+            _tenant("shard_b")
+
+    bank.before = lose
+    _set_tenant_of_shard(HttpRequest())
+    with pytest.raises(Unavailable):
+        operations.charge.once("key", name="one", cents=1)
+    assert tenants == []
 
 
 def test_a_completer_inside_a_request_runs_the_keys_after_a_loss(
