@@ -22,6 +22,7 @@ WHOLE = (
         "limits",
         "several_databases",
         "savepoints",
+        "sessions",
     ),
     *("view", "_http/work", "responses", "replays", "stored_request", "_http/bodies", "inbox"),
     *(
