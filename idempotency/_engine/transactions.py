@@ -249,6 +249,9 @@ def durable_transaction(
     begun = False
     try:
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
+            server = connection.connection
+            if server is not None and server.closed and not server.broken:
+                connection.close()  # Somebody has closed it: Django opens a new one.
             # Receivers of ``connection_created`` may begin transactions of theirs.
             database_product.psycopg_connection(connection)
             vars(connection)[_BEGIN_HOOK] = own.begin
