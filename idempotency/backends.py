@@ -88,8 +88,8 @@ class TookEffect:
 
 @dataclass(frozen=True, slots=True)
 class NotOffered:
-    """The job was not offered to the broker. It is due again at once, because the time of the
-    batch was up; or after ``seconds``, because a job of a group was sent, and has no effect yet."""
+    """The job was not offered to the broker. It is due again at once if the time of the batch was
+    up; or after ``seconds`` if it is in a group, was sent before, and has not taken effect."""
 
     seconds: float = 0
 
@@ -128,8 +128,9 @@ class Backend(Protocol):
     of a group then waits until the inbox has the job before it. With False, it waits until the
     broker has that job.
 
-    A class or function with ``lease_seconds`` is slow. The enqueuer holds its jobs by a lease of
-    this time, at least twice the time of a call, and has no open transaction during the hand-over.
+    A class or function with ``lease_seconds`` declares that its hand-over is slow. The enqueuer
+    holds the jobs by a lease of this time, and has no open transaction during the hand-over. Set
+    the time to at least twice that of a call.
     """
 
     def hand_over(
@@ -183,9 +184,9 @@ def offer_singly(
     raises is the result of its job.
 
     If the broker is unavailable for a job, the next job is chosen at random. If the broker takes
-    that job, it has refused the first one. Otherwise the broker soon counts as unavailable, and the
-    other jobs are not offered. ``unavailable`` is the number of earlier hand-overs for which the
-    broker was unavailable.
+    that job, the first one counts as refused. Otherwise the broker soon counts as unavailable, and
+    the other jobs are not offered. ``unavailable`` is the number of earlier hand-overs for which
+    the broker was unavailable.
     Raises TransactionBroken if the transaction of the enqueuer is broken.
     """
     results: Results = {}

@@ -84,10 +84,11 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
 
     Return None, without any change, in these cases:
 
-    - A run holds the key.
+    - A run holds the key, or its lock expired less than 1.5 leases ago.
     - The key is finished or refused.
-    - The key is stuck for another reason than an unknown recovery point.
-    - The next run of the key is not due.
+    - The key is stuck with a code other than ``unknown_recovery_point``, ``operation_missing`` and
+      ``arguments_changed``.
+    - The delay after the last run of the completer is not over.
 
     Raises RuntimeError in a transaction, and if autocommit is off.
     Raises OperationalError or InterfaceError if the database cannot be reached.

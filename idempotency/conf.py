@@ -124,10 +124,10 @@ class Settings:
     #: before the view in the completer, and before ``on_abandon`` in the reaper. In a project with
     #: several databases it also chooses the shard of an operation; then the request is None.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
-    #: A callable or its dotted path, called with an unfinished key. It returns the answer that the
-    #: rows of the project show: an ``HttpResponse``, or for an operation its result or
-    #: ``Rejected``. It returns None if the rows show no answer. The action *Answer* of the admin
-    #: offers it for many keys.
+    #: A callable or its dotted path, called with an unfinished key. It finds the answer in the rows
+    #: of the project, and returns an ``HttpResponse``, or for an operation its result or
+    #: ``Rejected``. It returns None if it finds no answer. The action *Answer* of the admin offers
+    #: it for many keys.
     ANSWER_FOR_KEY: str | Callable[..., Any] | None = None
 
 

@@ -64,7 +64,7 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     """Run a view once per idempotency key, and answer each retry with the same response.
 
     A plain view has no ``recovery_points`` and writes to the database only. One transaction
-    contains the claim, its writes and the stored response. A phased view declares
+    contains the claim, the writes of the view and the stored response. A phased view declares
     ``recovery_points`` and loops over ``request.idempotency_key.phases()``.
 
     When the view returns a 2xx, a 3xx, or a 4xx that is not in NEVER_STORED_STATUSES, the response

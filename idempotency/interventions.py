@@ -103,7 +103,7 @@ def complete_now(
 
 def calls_of(pk: int, *, using: str | None = None) -> str:
     """Return a text that changes with each ``key.call()`` of the key, and with each recorded
-    result, for ``answer``."""
+    result. Pass it to ``answer`` as ``calls``."""
     return decisions.calls_of(pk, using=_alias(using))
 
 
@@ -144,8 +144,8 @@ def answer(
 
 def answer_problem(response: Any, *, key: IdempotencyKey | None = None) -> str:
     """Return the reason why ``response`` cannot finish the key, or an empty string. Without
-    ``key``, the response is that to a request. Clients stop retrying only after a stored 2xx or
-    4xx."""
+    ``key``, the function assumes the key of a request. Clients stop retrying only after a stored
+    2xx or 4xx."""
     try:
         adapter_of(key.request_method if key is not None else HTTP).answer(response)
     except ValueError as error:

@@ -133,8 +133,8 @@ def call_job(name: str, args: JobArgs, *, using: str | None = None) -> Any:
     """Call the function or Django task of a delivered job with its arguments, and return its
     result.
 
-    Workers call it inside ``process_once(STAGED_JOBS, job_id)``, but outside any transaction for
-    the job of a staged operation. ``using`` is the database of the staged row.
+    Workers call it inside ``process_once(STAGED_JOBS, job_id)``. Only the job of a staged operation
+    is called outside any transaction. ``using`` is the database of the staged row.
     Raises JobNotAllowed if JOB_MODULES does not permit the function.
     Raises TypeError for a generator function.
     """

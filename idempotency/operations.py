@@ -118,8 +118,8 @@ class Operation(Generic[Given, Result]):
         The arguments must be JSON, and are compared as passed. In an open transaction, a plain
         operation is a savepoint: key, writes and result commit or roll back with the transaction.
 
-        After an exception of a plain operation other than Rejected, nothing is stored. If a phased
-        operation raises before its first commit and call, only another call with the key runs it.
+        After an exception of a plain operation other than Rejected, nothing is stored. A phased
+        operation that fails before any commit and downstream call runs again only by ``once``.
         Raises Rejected if the operation was refused, now or in an earlier call.
         Raises Unfinished if the operation failed after a commit or call. The completer continues.
         Raises InProgress while another run has the key.
@@ -227,7 +227,7 @@ def operation(
     undo: Any = None,
     **options: Any,
 ) -> Any:
-    """Make an operation of a function: the last transaction, whose value is the result.
+    """Make an operation of a function, which runs in the last transaction and returns the result.
 
     - ``name``: stored in each key, and required with ``call`` or ``after``. Do not change it: the
       same work under another name would run again. The default is the path of the function.

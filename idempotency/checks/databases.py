@@ -153,8 +153,8 @@ def check_databases_of_references(app_configs: Any, **kwargs: Any) -> list[Check
             "idempotency.W020",
             f"The foreign key {field} refers to idempotency keys in the database {alias!r}, but the"
             " router keeps its rows in another database.",
-            "No database can check or change such a reference. If the table is missing"
-            " beside the keys, the reaper deletes no key. Route the model to the database of"
+            "No database can check or change such a reference. If the database of the keys"
+            " lacks the table, the reaper deletes no key. Route the model to the database of"
             " the keys, or store the id of the key in a BigIntegerField.",
         )
         for field in fields_elsewhere(alias)

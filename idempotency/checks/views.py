@@ -132,8 +132,8 @@ def _decorator_warnings(view: Protected) -> Iterator[CheckMessage]:
             "idempotency.W016",
             f"The view {view.path} has @idempotent(retention_hours={hours}), without effect:"
             f" RETENTION_HOURS is {least}.",
-            "Remove it. Or lower RETENTION_HOURS, and set retention_hours for each view that"
-            " needs a longer time. Existing keys keep their retention.",
+            "Remove the option. Or lower RETENTION_HOURS, and set retention_hours for each view"
+            " that needs a longer time. Existing keys keep their retention.",
         )
     if view.methods and (found := dispatches_of_project(view.callback)):
         yield warning(

@@ -218,7 +218,7 @@ def _add_answer(add: Callable[..., Any]) -> None:
     add("--status", type=int, metavar="CODE", help=text)
     text = "The body; @FILE reads it from a file."
     add("--body", default="", metavar="TEXT", help=text)
-    text = "Its type (default: %(default)s)."
+    text = "The type of the body (default: %(default)s)."
     add("--content-type", default="application/json", metavar="TYPE", help=text)
     text = "The result of an operation; @FILE reads it from a file."
     add("--result", metavar="JSON", help=text)
