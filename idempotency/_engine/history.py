@@ -15,8 +15,8 @@ class HistoryEvent(TextChoices):
     ERROR = "error", _("error")
     REFUSED = "refused", _("refused")
     STUCK = "stuck", _("stuck")
-    #: A run of a loop made no progress until its lease had ended twice. ``detail`` is the place of
-    #: its code.
+    #: A run of a loop made no progress for the time of two leases. ``detail`` is the place of its
+    #: code.
     HUNG = "hung", _("hung")
     #: The lock of a run expired, and the run never released the key. ``at`` is the end of the lock;
     #: ``claimed_at``, which only this event has, is the start of the run.

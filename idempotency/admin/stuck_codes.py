@@ -41,8 +41,8 @@ STUCK_CODES = {
     ),
     "hung": Explanation(
         _(
-            "Three runs of the completer hung: they made no progress until their lease had ended"
-            " twice. The last error names the place in the code."
+            "Three runs of the completer hung: each made no progress for the time of two leases."
+            " The last error names the place in the code."
         ),
         _(
             "If the page shows a last call, check its service first: the service may have"
