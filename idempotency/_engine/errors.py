@@ -113,9 +113,10 @@ def connection_lost(error: BaseException, using: str) -> bool:
         return False
     connection = connections[using]
     if isinstance(error, SessionLost):
+        # The present connection may have replaced the lost one: close it only if it is lost too.
         if getattr(connection.connection, "closed", False):
             drop_connection(connection)
-        return True  # Another connection is usable.
+        return True
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
     # Decide by the error, because Django may have opened a new connection. A broken connection has

@@ -4,6 +4,7 @@ behind."""
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from rides_demo.processes.ports import free_port
 from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS
 from rides_demo.simulator.crashes import KILL_LOOPS, RESTART_BROKER, VICTIMS, Crashes
 from rides_demo.simulator.simulation import FAULTS
+from tests.kit.threads import WAIT_SECONDS
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.processes
@@ -61,24 +63,31 @@ class Served:
         self.process = self.serve()
         self.printed = ""
 
-    def serve(self) -> subprocess.Popen[str]:
+    def serve(self) -> subprocess.Popen[bytes]:
+        self._unread = b""
         command = [sys.executable, BASE_FOLDER / "manage.py", "serve"]
         return subprocess.Popen(
             command,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            bufsize=0,
             cwd=BASE_FOLDER,
         )
 
     def read_until(self, text: str) -> str:
-        read = ""
-        for line in self.process.stdout:
-            read += line
-            if text in line:
-                return read
-        raise AssertionError(f"{text!r} was not printed:\n{read}")
+        """Return what is printed up to the end of the line with ``text``."""
+        printed, more, end = b"", b"\n", time.monotonic() + 3 * WAIT_SECONDS
+        while more:
+            while b"\n" in self._unread:
+                line, _, self._unread = self._unread.partition(b"\n")
+                printed += line + b"\n"
+                if text.encode() in line:
+                    return printed.decode()
+            ready = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))[0]
+            more = self.process.stdout.read(65536) if ready else b""
+            self._unread += more
+        raise AssertionError(f"{text!r} was not printed:\n{printed.decode()}")
 
     def pids(self) -> dict[str, int]:
         return json.loads((self.folder / "pids.json").read_text())
