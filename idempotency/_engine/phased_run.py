@@ -35,6 +35,7 @@ class PhasedRun:
         self.work = work
         self.using = str(key._state.db)  # where it was claimed
         self.sessions = Sessions()
+        self.sessions.note()
         #: That of the last phase.
         self.transaction: OwnTransaction | None = None
         #: None until the end of the run.
@@ -54,7 +55,6 @@ class PhasedRun:
     def begin_attempt(self) -> None:
         """Begin an attempt. A second one reads the key again, and raises LockLost if it was taken
         over."""
-        self.sessions.note()
         resumed = self._started or self.key.attempts > 1
         if self._started:
             self._take(rows.read_own(self.key, using=self.using))

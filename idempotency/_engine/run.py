@@ -105,8 +105,9 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     key = claim.key
     if key.attempts > 1:
         events.log(INFO, "key %s is resumed at %s", key, key.recovery_point)
+    run = PhasedRun(key, work)  # Receivers of signals may lose a session.
     events.emit(signals.key_claimed, key, work.request)
-    return run_claimed(PhasedRun(key, work))
+    return run_claimed(run)
 
 
 def run_claimed(run: PhasedRun) -> Any:

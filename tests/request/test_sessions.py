@@ -11,6 +11,7 @@ from django.db import DatabaseError, OperationalError, connection, connections, 
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from pytest_django import Settings
 
+from idempotency import signals
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import Unavailable
@@ -142,6 +143,30 @@ def test_no_phase_runs_in_a_new_session(
         return key.response()
 
     serve(view=view)
+    assert sender.send().status_code == 503
+    assert sender.send().status_code == 201
+    assert tenants == ["a"]
+
+
+def test_no_phase_runs_in_a_new_session_after_a_receiver_has_lost_its_own(
+    serve: Serve, sender: Sender
+) -> None:
+    tenants: list[str] = []
+
+    @idempotent(recovery_points=[], scope=_set_tenant)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with atomic_phase(key) as phase:
+            tenants.append(_tenant())
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    def lose(**given: Any) -> None:
+        signals.key_claimed.disconnect(lose)
+        _lose_in_transaction(None)
+
+    serve(view=view)
+    signals.key_claimed.connect(lose)
     assert sender.send().status_code == 503
     assert sender.send().status_code == 201
     assert tenants == ["a"]
