@@ -19,7 +19,7 @@ from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.database_product import psycopg_connection
-from idempotency._engine.errors import drop_connection, session_timed_out
+from idempotency._engine.errors import drop_if_lost, session_timed_out
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.sessions import Sessions
 from idempotency._engine.transactions import durable_transaction
@@ -166,8 +166,8 @@ class Calls:
                 psycopg_connection(connection)
             self._sessions.require_all()
             self._sessions.note()
-        elif connection.connection is not None and not connection.is_usable():
-            drop_connection(connection)
+        else:
+            drop_if_lost(connection)
 
     def require_no_open_call(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""
@@ -258,7 +258,7 @@ def _write_through_outage(write: Callable[[], object], using: str, *, retries: i
             return
         except (OperationalError, InterfaceError, InternalError) as error:
             if not session_timed_out(error, using):
-                drop_connection(connections[using])
+                drop_if_lost(connections[using])
             if not left:
                 raise
             time.sleep(0.5)

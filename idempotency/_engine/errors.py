@@ -108,14 +108,12 @@ def _is_locked(error: Error) -> bool:
 
 def connection_lost(error: BaseException, using: str) -> bool:
     """Return whether ``error`` means that the database cannot be reached; if so, drop the
-    connection."""
+    connection unless it is usable: the error may be that of another one."""
     if not isinstance(error, Error):
         return False
     connection = connections[using]
     if isinstance(error, SessionLost):
-        # The present connection may have replaced the lost one: close it only if it is lost too.
-        if getattr(connection.connection, "closed", False):
-            drop_connection(connection)
+        drop_if_lost(connection)
         return True
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
@@ -128,7 +126,7 @@ def connection_lost(error: BaseException, using: str) -> bool:
     read_only = sqlstate in (_READ_ONLY, NOT_SUPPORTED) and isinstance(error, OperationalError)
     lost = cut or read_only or (sqlstate or "").startswith(_LOST_SQLSTATES)
     if lost:
-        drop_connection(connection)
+        drop_if_lost(connection)
     return lost
 
 
@@ -175,6 +173,15 @@ def takes_no_writes(connection: BaseDatabaseWrapper) -> bool:
         own.info.parameter_status(name) == "on"
         for name in ("in_hot_standby", "default_transaction_read_only")
     )
+
+
+def drop_if_lost(connection: BaseDatabaseWrapper) -> None:
+    """Close the connection if it is not usable or its server takes no writes. A usable one may have
+    replaced the lost one, or an outer run may have noted its session."""
+    if connection.in_atomic_block or connection.connection is None:
+        return
+    if takes_no_writes(connection) or not connection.is_usable():
+        drop_connection(connection)
 
 
 def drop_connection(connection: BaseDatabaseWrapper) -> None:

@@ -17,6 +17,7 @@ from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimOutcome
+from idempotency._engine.errors import SessionLost
 from idempotency._engine.outer_transactions import is_in_outer_transaction
 from idempotency._engine.sessions import Sessions
 from idempotency._engine.several_databases import OtherTransactions
@@ -122,6 +123,8 @@ class PlainRun:
         """Write the result with the last statement of the transaction, or mark it for rollback;
         return whether it commits."""
         if outcome.is_stored or outcome.keeps_writes:
+            if outcome.code >= 400 and self.sessions.is_one_lost:  # The loss may be the reason.
+                raise SessionLost from outcome.cause
             self._require_commit(outcome, others)
         # Other databases commit before this one.
         last_of = None if others.used else self.transaction

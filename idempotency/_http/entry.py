@@ -11,6 +11,7 @@ from django.http import HttpRequest, HttpResponseBase
 from idempotency import scopes, signals
 from idempotency._engine import events
 from idempotency._engine.errors import (
+    SessionLost,
     connection_lost,
     exceeded_time_limit,
     name_missing_migration,
@@ -167,8 +168,11 @@ def _problem_of_loss(error: Error, using: str, call: Call, options: Options) -> 
     if (limit := exceeded_time_limit(error)) is not None:
         logger.error(_TIME_LIMIT, call.name, limit, options.lease())
         return problem_of(Unavailable(code="time_limit_exceeded"))
-    # The text of the driver quotes no value of the request.
-    withheld = not (options.store_body or isinstance(error.__cause__, psycopg.Error))
-    text = summary(error_text(error, withheld=withheld))
-    logger.warning("the database %r cannot be reached: %s", using, text)
+    if isinstance(error, SessionLost):
+        logger.warning("the request of the view %s got 503: %s", call.name, error)
+    else:
+        # The text of the driver quotes no value of the request.
+        withheld = not (options.store_body or isinstance(error.__cause__, psycopg.Error))
+        text = summary(error_text(error, withheld=withheld))
+        logger.warning("the database %r cannot be reached: %s", using, text)
     return problem_of(Unavailable(code="database_unavailable"))

@@ -3,6 +3,7 @@ runs in no other session."""
 
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from idempotency import signals
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import Unavailable
-from idempotency.models import IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.operations import Rejected
 from idempotency.phases import atomic_phase
 from tests import operations
@@ -280,6 +281,87 @@ def test_an_error_that_the_view_makes_of_the_loss_is_not_stored(
     assert sender.send().status_code >= 400
     key = IdempotencyKey.objects.first()
     assert key is None or (key.finished_at, key.refused_at) == (None, None)
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_refusal_that_a_plain_view_returns_after_the_loss_of_another_database_is_not_stored(
+    serve: Serve, sender: Sender
+) -> None:
+    losses = [1]
+
+    @idempotent(scope=_set_tenant_of_shard)
+    def view(request: HttpRequest) -> HttpResponse:
+        if losses:
+            losses.pop()
+            cut_this_connection("shard_b")
+        try:
+            return HttpResponse(_tenant("shard_b"), status=201)
+        except OperationalError:
+            return HttpResponse(status=404)
+
+    serve(view=view)
+    assert sender.send().status_code == 503
+    connections["shard_b"].close()  # as Django does at the end of a request
+    assert (retry := sender.send()).status_code == 201
+    assert retry.content == b"a"
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_view_continues_after_an_operation_that_another_database_has_refused(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants: list[str] = []
+    bank = operations.Bank()
+    bank.before = lambda: tenants.append(_tenant("shard_b"))
+    monkeypatch.setattr(operations, "bank", bank)
+    connections["shard_b"].close()
+    monkeypatch.setitem(connections["shard_b"].settings_dict, "HOST", "/nowhere")
+
+    @idempotent(recovery_points=[], scope=_set_tenant)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with suppress(Unavailable):
+            operations.charge.once("key", name="one", cents=1)
+        with atomic_phase(key) as phase:
+            tenants.append(_tenant())
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 201
+    assert tenants == ["a"]
+
+
+def test_a_run_keeps_its_session_while_the_row_of_a_call_is_locked(
+    serve: Serve, sender: Sender
+) -> None:
+    tenants: list[str] = []
+    gate = Gate()
+
+    def lock() -> None:
+        with transaction.atomic():
+            DownstreamCall.objects.select_for_update().get()
+            gate.wait_here()
+
+    @idempotent(recovery_points=[], scope=_set_tenant)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with connection.cursor() as cursor:
+            cursor.execute("SET lock_timeout = '50ms'")
+        with key.call("pay", at_most_once=True) as call:
+            locked = in_background(lock)
+            gate.wait_until_reached()
+            Timer(0.2, gate.open).start()
+            call.record("paid")
+        locked.result()
+        with atomic_phase(key) as phase:
+            tenants.append(_tenant())
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 201
+    assert tenants == ["a"]
 
 
 def test_the_completer_runs_nothing_in_a_session_without_what_prepare_request_has_set(
