@@ -214,7 +214,10 @@ def _targets(results: dict[str, Any]) -> str:
     return (
         table(["figure", "target", "wanted", "measured", "result"], rows)
         + "\n"
-        + prose("The column *wanted* has the first target, if a later target has replaced it.")
+        + prose(
+            "The column *wanted* has the first target, if a later target has replaced it. Figures"
+            " that name no measure, and times at a distance, are times relative to the bare view."
+        )
     )
 
 
@@ -567,7 +570,7 @@ def _rows(figures: dict[str, Any]) -> str:
 
 def _prices(rows: list[list[str]]) -> str:
     text = (
-        "The admin alone uses two indexes of the table of keys. The figures are the bytes of WAL of"
+        "Two indexes of the table of keys serve only the admin. The figures are the bytes of WAL of"
         " a first request without a body; differences of a few bytes are chance:"
     )
     return "\n" + prose(text) + "\n" + table(["without the index", "plain", "ride"], rows)
