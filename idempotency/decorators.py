@@ -87,7 +87,7 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``isolation``: the level of a plain view's transaction; the default is PLAIN_ISOLATION.
     - ``using``: the alias of the key's database, or a function of the request that returns it.
     - ``store_body``, in a phased view: False stores no request body. Without the body, the
-      completer cannot run the request. A plain view stores neither headers nor body.
+      completer cannot run the request. A plain view stores no header or body of a request.
     - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that
       a middleware sets ("tenant", "basket.pk"). The values are stored as JSON; the completer sets
       them on the request that it rebuilds.

@@ -59,8 +59,8 @@ NOTES = {
     "IdempotencyKey.finished_at": "Time at which the response was stored.",
     "IdempotencyKey.stuck_at": "Time at which the key was marked as stuck.",
     "IdempotencyKey.completer_attempts": (
-        "Number of runs by the completer. A hand-back sets it to 0, and so does a stuck code after"
-        " which the completer waits for a deploy."
+        "Number of runs by the completer. It becomes 0 after a hand-back, and when the key becomes"
+        " stuck with `unknown_recovery_point`, `operation_missing` or `arguments_changed`."
     ),
     "IdempotencyKey.request_headers": (
         "The headers that a second run of a phased view needs, and the values of `keep=`. No"

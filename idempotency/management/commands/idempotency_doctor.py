@@ -29,7 +29,7 @@ class Command(BaseCommand):
             f" in the last {SILENT_SECONDS:g} seconds. The loops are: {', '.join(LOOPS)}."
         )
         add_one("--process", nargs="+", choices=tuple(LOOPS), metavar="LOOP", help=text)
-        text = "Cron runs the passes: do not report that no loop has a heartbeat."
+        text = "Cron runs the passes: accept that no loop has a heartbeat."
         parser.add_argument("--cron", action="store_true", help=text)
         add_database_argument(parser)
 

@@ -21,8 +21,8 @@ from idempotency.models import ProcessedMessage, StagedJob
 
 _LIST = (
     "Print a line for each job: state, id, hand-overs, refusals, queue, group, name, error. A held"
-    " job waits for an earlier one of its group. First come the jobs whose on_commit hooks failed."
-    " They took effect, and are not staged any more."
+    " job waits for an earlier one of its group. Above the staged jobs are lines of jobs that took"
+    " effect, and whose on_commit hooks failed."
 )
 _RETRY = "Make failed jobs due again, and reset their counts of hand-overs and refusals."
 _PURGE = "Delete failed jobs, and the errors of on_commit hooks."
