@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import django
 from django.core.serializers.json import DjangoJSONEncoder
@@ -16,11 +17,8 @@ from tests.release.frozen import FROZEN, migrations, read
 
 
 def write() -> None:
-    if FROZEN.exists() and _is_tagged(version := read()["version"]):
-        sys.exit(
-            f"Version {version} is tagged: its migrations are frozen. Change the tables with a new"
-            " migration, and set __version__ before you freeze the next release."
-        )
+    if FROZEN.exists() and (why := refusal(read())):
+        sys.exit(why)
     os.environ |= {"DJANGO_SETTINGS_MODULE": "tests.settings", "DATABASE_URL": "sqlite://:memory:"}
     django.setup()
     from tests.release import rows
@@ -32,6 +30,21 @@ def write() -> None:
         "rows": rows.made(),
     }
     FROZEN.write_text(json.dumps(frozen, indent=1, cls=DjangoJSONEncoder) + "\n")
+
+
+def refusal(frozen: dict[str, Any]) -> str:
+    """Return why this frozen state may not be replaced; an empty text if it may."""
+    version, current = frozen["version"], migrations()
+    if not _is_tagged(version):
+        return ""
+    if any(current.get(name) != text for name, text in frozen["migrations"].items()):
+        return (
+            f"Version {version} is tagged, and a migration of it has changed. Restore it, and"
+            " change the tables with a new migration."
+        )
+    if version == idempotency.__version__:
+        return f"Version {version} is tagged: set __version__ to that of the next release."
+    return ""
 
 
 def _is_tagged(version: str) -> bool:

@@ -17,7 +17,7 @@ from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
 from tests import operations
 from tests.models import Account, Entry
-from tests.release.__main__ import problems
+from tests.release.__main__ import problems, refusal
 from tests.release.frozen import SECRET_KEY, URLS, migrations, read
 
 SCHEMA = "frozen"
@@ -44,6 +44,19 @@ def test_a_tag_needs_its_version_a_dated_section_and_its_frozen_state(
     assert len(problems(f"v{version}")) == 2
     monkeypatch.setattr("tests.release.__main__.migrations", dict)
     assert "frozen.json" in problems(f"v{version}")[2]
+
+
+def test_the_state_of_a_tagged_release_is_replaced_by_that_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen = {"version": "0.0.1", "migrations": migrations()}
+    changed = {**frozen, "migrations": {"0001_initial": "of another text"}}
+    assert refusal(changed) == ""
+    monkeypatch.setattr("tests.release.__main__._is_tagged", lambda version: version == "0.0.1")
+    assert refusal(frozen) == ""
+    assert "Restore" in refusal(changed)
+    monkeypatch.setattr("idempotency.__version__", "0.0.1")
+    assert "__version__" in refusal(frozen)
 
 
 @pytest.fixture
