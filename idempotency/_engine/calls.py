@@ -19,13 +19,16 @@ from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.database_product import psycopg_connection
-from idempotency._engine.errors import drop_if_lost, session_timed_out
+from idempotency._engine.errors import drop_connection, drop_if_lost, session_timed_out
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.sessions import Sessions
 from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
+#: The number of failures after which a new session tries to write the result of a call: a limit of
+#: the session may prevent the write, such as ``lock_timeout``, and the result is more important.
+_TRIES_IN_SESSION = 4
 #: A refused key that has begun something expires no more; a finished key does.
 _EXPIRY = Case(When(finished_at=None, then=None), default=F("expires_at"))
 
@@ -257,8 +260,10 @@ def _write_through_outage(write: Callable[[], object], using: str, *, retries: i
             write()
             return
         except (OperationalError, InterfaceError, InternalError) as error:
+            connection = connections[using]
+            keeps = connection.vendor == "postgresql" and retries - left < _TRIES_IN_SESSION
             if not session_timed_out(error, using):
-                drop_if_lost(connections[using])
+                (drop_if_lost if keeps else drop_connection)(connection)
             if not left:
                 raise
             time.sleep(0.5)

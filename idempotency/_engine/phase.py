@@ -86,8 +86,9 @@ class AtomicPhase:
 
         Raises PhaseDidNotAdvance if no end was set.
         Raises LockLost if another claim has taken over the key.
+        Raises SessionLost if the block has lost a session.
         """
-        run = self._run
+        run, sessions = self._run, self._run.work.sessions
         if self._target is None:
             raise PhaseDidNotAdvance
         run.calls.require_results()
@@ -101,9 +102,12 @@ class AtomicPhase:
         if self._target == FINISHED:
             # In the transaction of the phase: rendering the result may query the database.
             self._outcome = run.work.outcome(self._result)
+            sessions.require_storable(self._outcome.code)
             stored = run.work.stored(self._outcome.value)
             fence.finish(run.key, stored, using=run.using, last_of=own)
-        elif self._target == run.key.recovery_point:
+            return
+        sessions.require_all()
+        if self._target == run.key.recovery_point:
             fence.renew(run.key, using=run.using, last_of=own)
         else:
             fence.advance(run.key, self._target, using=run.using, last_of=own)
@@ -142,7 +146,7 @@ def atomic_phase(
     Raises CallNotRecorded after an at-most-once call that was declared ``retryable()``.
     Raises CallInDoubt if an at-most-once call of the key has no recorded result.
     Raises LockLost if another claim has taken over the key.
-    Raises OperationalError if the connection was lost before, also if Django has opened a new one.
+    Raises OperationalError if the run has lost a connection, also if Django has opened a new one.
     Raises RuntimeError inside a phase, an at-most-once call or a transaction.
     """
     run = run_of(key)
@@ -150,8 +154,8 @@ def atomic_phase(
     level, lease = run.begin_phase(isolation), run.key.lease_seconds
     with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
-        run.sessions.require_all()
-        run.sessions.note()
+        run.work.sessions.require_all()
+        run.work.sessions.note()
         # Registered first: an exception in a hook of the work must not skip it.
         own.connection.on_commit(phase.note)
         yield phase

@@ -17,9 +17,7 @@ from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimOutcome
-from idempotency._engine.errors import SessionLost
 from idempotency._engine.outer_transactions import is_in_outer_transaction
-from idempotency._engine.sessions import Sessions
 from idempotency._engine.several_databases import OtherTransactions
 from idempotency._engine.transactions import First, OwnTransaction, durable_transaction
 from idempotency._text import first_line
@@ -39,7 +37,6 @@ class PlainRun:
         self._request = request
         self._wait = Wait(work.wait_seconds)
         self._connection = connections[using]
-        self.sessions = Sessions()
         self.is_nested = is_in_outer_transaction(self._connection)
         if self.is_nested:
             work.check_outer_transaction(using)
@@ -80,12 +77,12 @@ class PlainRun:
         try:
             first = claims.first_of_plain(self._request, self._connection)
             with self._block(first) as self.transaction:
-                self.sessions.require_all()
+                work.sessions.require_all()
                 claim = claims.claim_plain(self._request, self._connection, first)
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
                 self.key = claim.key
-                self.sessions.note()
+                work.sessions.note()
                 self.transaction.block.key_id = claim.key.id
                 if self.is_nested:
                     savepoints.hold(claim.key, using=using)
@@ -123,8 +120,7 @@ class PlainRun:
         """Write the result with the last statement of the transaction, or mark it for rollback;
         return whether it commits."""
         if outcome.is_stored or outcome.keeps_writes:
-            if outcome.code >= 400 and self.sessions.is_one_lost:  # The loss may be the reason.
-                raise SessionLost from outcome.cause
+            self.work.sessions.require_storable(outcome.code)
             self._require_commit(outcome, others)
         # Other databases commit before this one.
         last_of = None if others.used else self.transaction

@@ -18,7 +18,7 @@ from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import ClaimOutcome
-from idempotency._engine.errors import SessionLost, drop_connection, retryable_failure
+from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.phased_run import PhasedRun
@@ -103,10 +103,12 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     if claim.outcome is not ClaimOutcome.CLAIMED:
         return replay_or_raise(claim, work, using=using)
     key = claim.key
+    run = PhasedRun(key, work)  # Handlers of logs and receivers of signals may lose a session.
     if key.attempts > 1:
         events.log(INFO, "key %s is resumed at %s", key, key.recovery_point)
-    run = PhasedRun(key, work)  # Receivers of signals may lose a session.
     events.emit(signals.key_claimed, key, work.request)
+    if signals.key_claimed.receivers:  # They may have opened one.
+        work.sessions.note()
     return run_claimed(run)
 
 
@@ -202,24 +204,18 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         # No caller waits for the completer. It stores no early error, because a repeat of the
         # caller may get another result.
         case _ if is_definitive and not run.work.by_completer:
-            _refuse_after_loss(run, result)
+            run.work.sessions.require_storable(result.code)
             stored = run.work.stored(result.value)
             repeat(partial(fence.finish, key, stored, using=using, untouched=True))
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
         case _ if result.is_refusal and not run.work.by_completer:
-            _refuse_after_loss(run, result)
+            run.work.sessions.require_storable(result.code)
             repeat(partial(fence.refuse, key, _description(run, result), using=using))
         case _:
             _release(key, _description(run, result), using=using)
     return result
-
-
-def _refuse_after_loss(run: PhasedRun, refusal: Outcome) -> None:
-    """Raise SessionLost instead of storing a refusal for which the loss may be the reason."""
-    if run.sessions.is_one_lost:
-        raise SessionLost from refusal.cause
 
 
 def _settle_exception(run: PhasedRun, error: BaseException) -> NoReturn:

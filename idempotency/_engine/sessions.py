@@ -10,12 +10,12 @@ from typing import Any
 
 from django.db import connections
 
-from idempotency._engine.errors import TIMED_OUT, SessionLost
+from idempotency._engine.errors import TIMED_OUT, SessionLost, drop_connection
 
 
 class Sessions:
-    """The sessions of all databases that were open at the beginning of a run, or of one of its
-    phases and calls."""
+    """The sessions of all databases that were open when the key was claimed, or at the beginning of
+    a phase or call."""
 
     def __init__(self) -> None:
         self._noted: list[Any] = []
@@ -28,10 +28,20 @@ class Sessions:
         return False
 
     def require_all(self) -> None:
-        """Raise SessionLost if one was lost. Call it in the session that the run will use: Django
-        may replace a lost one until BEGIN."""
+        """Raise SessionLost if one was lost, and close lost connections: the next run must not find
+        them. Call it in the session that the run will use: Django may replace a lost one until
+        BEGIN."""
         if self._noted and self.is_one_lost:
+            for connection in _lost_connections():
+                drop_connection(connection)
             raise SessionLost
+
+    def require_storable(self, code: int) -> None:
+        """Raise SessionLost instead of storing a result with this status after a loss. The reason
+        of an error may be the loss of a session that the work itself has opened."""
+        if code >= 400:
+            self._noted += [connection.connection for connection in _lost_connections()]
+        self.require_all()
 
     def note(self) -> None:
         """Note the sessions that are open now."""
@@ -43,3 +53,8 @@ class Sessions:
             # Nothing has used a session that Django will check before the first statement.
             if connection.health_check_done or not connection.health_check_enabled:
                 self._noted.append(own)
+
+
+def _lost_connections() -> list[Any]:
+    initialized: Any = connections.all(initialized_only=True)
+    return [each for each in initialized if getattr(each.connection, "broken", False)]

@@ -495,6 +495,26 @@ def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(
     assert DownstreamCall.objects.get().result == "paid"
 
 
+@pytest.mark.skipif("connection.vendor != 'sqlite'", reason="needs SQLite")
+def test_a_result_is_written_although_a_query_of_the_block_is_unfinished(
+    serve: Any, sender: Sender
+) -> None:
+    """The connection holds an old snapshot, in which SQLite permits no write."""
+    Entry.objects.bulk_create(Entry(name=str(number)) for number in range(5000))
+    cursors: list[Any] = []
+
+    def block(call: AtMostOnceCall) -> None:
+        cursors.append(connection.connection.execute("SELECT name FROM tests_entry"))
+        cursors[0].fetchone()
+        with background(lambda: Entry.objects.filter(name="1").update(name="x")) as updated:
+            updated.result(60)
+        call.record("paid")
+
+    serve(view=texting(block))
+    assert sender.send().status_code == 200
+    assert DownstreamCall.objects.get().result == "paid"
+
+
 def end_session(pid: int) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_terminate_backend(%s::int, 5000)", [pid])

@@ -283,27 +283,60 @@ def test_an_error_that_the_view_makes_of_the_loss_is_not_stored(
     assert key is None or (key.finished_at, key.refused_at) == (None, None)
 
 
+@pytest.mark.parametrize("opened", ["by the scope", "by the view"])
+@pytest.mark.parametrize("kind", [plain, phased, phased_outside])
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_a_refusal_that_a_plain_view_returns_after_the_loss_of_another_database_is_not_stored(
-    serve: Serve, sender: Sender
+def test_an_error_that_the_view_returns_after_the_loss_of_another_database_is_not_stored(
+    kind: Kind, opened: str, serve: Serve, sender: Sender
 ) -> None:
     losses = [1]
+    connections["shard_b"].close()
 
-    @idempotent(scope=_set_tenant_of_shard)
-    def view(request: HttpRequest) -> HttpResponse:
+    def work(request: HttpRequest) -> HttpResponse:
+        _tenant("shard_b")
         if losses:
             losses.pop()
             cut_this_connection("shard_b")
         try:
-            return HttpResponse(_tenant("shard_b"), status=201)
+            return HttpResponse(_tenant("shard_b"), status=422)
         except OperationalError:
             return HttpResponse(status=404)
 
+    serve(view=kind(work, scope=_set_tenant_of_shard if opened == "by the scope" else _set_tenant))
+    assert [sender.send().status_code for _ in range(3)] == [503, 422, 422]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_no_phase_runs_in_a_new_session_of_a_database_that_a_receiver_has_opened(
+    serve: Serve, sender: Sender
+) -> None:
+    tenants: list[str] = []
+    losses = [1]
+
+    @idempotent(recovery_points=[], scope=_set_tenant)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        if losses:
+            losses.pop()
+            with suppress(OperationalError), transaction.atomic(using="shard_b"):
+                cut_this_connection("shard_b")
+                _tenant("shard_b")
+        with atomic_phase(key) as phase:
+            tenants.append(_tenant("shard_b"))
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    def open_shard(**given: Any) -> None:
+        _set_tenant_of_shard(HttpRequest())
+
+    connections["shard_b"].close()
     serve(view=view)
-    assert sender.send().status_code == 503
-    connections["shard_b"].close()  # as Django does at the end of a request
-    assert (retry := sender.send()).status_code == 201
-    assert retry.content == b"a"
+    signals.key_claimed.connect(open_shard)
+    try:
+        assert [sender.send().status_code for _ in range(2)] == [503, 201]
+    finally:
+        signals.key_claimed.disconnect(open_shard)
+    assert tenants == ["a"]
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
@@ -332,10 +365,13 @@ def test_a_view_continues_after_an_operation_that_another_database_has_refused(
     assert tenants == ["a"]
 
 
-def test_a_run_keeps_its_session_while_the_row_of_a_call_is_locked(
-    serve: Serve, sender: Sender
+@pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
+def test_the_result_of_a_call_is_more_important_than_the_session(
+    seconds: float, answers: list[int], serve: Serve, sender: Sender
 ) -> None:
+    """The session has a short time limit for locks, and the row of the call is locked."""
     tenants: list[str] = []
+    calls: list[str] = []
     gate = Gate()
 
     def lock() -> None:
@@ -346,21 +382,24 @@ def test_a_run_keeps_its_session_while_the_row_of_a_call_is_locked(
     @idempotent(recovery_points=[], scope=_set_tenant)
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
-        with connection.cursor() as cursor:
-            cursor.execute("SET lock_timeout = '50ms'")
         with key.call("pay", at_most_once=True) as call:
-            locked = in_background(lock)
-            gate.wait_until_reached()
-            Timer(0.2, gate.open).start()
-            call.record("paid")
-        locked.result()
+            if call.due:
+                calls.append("pay")
+                with connection.cursor() as cursor:
+                    cursor.execute("SET lock_timeout = '50ms'")
+                in_background(lock)
+                gate.wait_until_reached()
+                Timer(seconds, gate.open).start()
+                call.record("paid")
         with atomic_phase(key) as phase:
             tenants.append(_tenant())
-            phase.set_response(HttpResponse(status=201))
+            phase.set_response(HttpResponse(call.result, status=201))
         return key.response()
 
     serve(view=view)
-    assert sender.send().status_code == 201
+    assert [(answer := sender.send()).status_code for _ in answers] == answers
+    assert answer.content == b"paid"
+    assert calls == ["pay"]
     assert tenants == ["a"]
 
 
@@ -406,10 +445,10 @@ def test_a_task_goes_on_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operations.charge.once("key", name="one", cents=1) == {"transfer": 0}
 
 
-@pytest.mark.parametrize("health_checks", [False, True])
+@pytest.mark.parametrize("state", ["new", "kept", "kept with health checks"])
 @pytest.mark.django_db(transaction=True)
 def test_a_task_stores_no_refusal_that_the_work_makes_of_a_loss(
-    health_checks: bool, monkeypatch: pytest.MonkeyPatch
+    state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def create(**values: Any) -> Entry:
         monkeypatch.undo()
@@ -419,13 +458,43 @@ def test_a_task_stores_no_refusal_that_the_work_makes_of_a_loss(
         except DatabaseError:
             raise Rejected("unknown") from None
 
-    if health_checks:
-        connection.health_check_enabled, connection.health_check_done = True, False
-    else:
+    if state == "new":
         connection.close()
+    else:  # as Django does at the beginning of a request
+        connection.health_check_enabled = state == "kept with health checks"
+        connection.health_check_done = False
     monkeypatch.setattr(operations.Entry.objects, "create", create)
     with pytest.raises(Unavailable):
         operations.book.once("key", name="one")
+    assert operations.book.once("key", name="one") == Entry.objects.get().pk
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_task_that_calls_again_does_not_meet_the_lost_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create = Entry.objects.create
+
+    def create_if_known(**values: Any) -> Entry:
+        try:
+            _tenant("shard_b")
+        except DatabaseError:
+            raise Rejected("unknown") from None
+        return create(**values)
+
+    monkeypatch.setattr(operations.Entry.objects, "create", create_if_known)
+    _set_tenant_of_shard(HttpRequest())
+    cut_this_connection("shard_b")
+    with pytest.raises(Unavailable):
+        operations.book.once("key", name="one")
+    assert operations.book.once("key", name="one") == Entry.objects.get().pk
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_task_begins_after_a_loss_that_the_health_check_finds() -> None:
+    connection.ensure_connection()
+    cut_this_connection()
+    connection.health_check_enabled, connection.health_check_done = True, False
     assert operations.book.once("key", name="one") == Entry.objects.get().pk
 
 
