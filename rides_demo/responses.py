@@ -28,7 +28,7 @@ def not_found() -> JsonResponse:
 
 def database_unavailable() -> JsonResponse:
     """Return 503 for a database error, and log the exception that is being handled."""
-    logger.exception("the database did not answer the request")
+    logger.exception("a database error ended the request")
     message = "The service cannot be reached at the moment. Please send the same request again."
     return error_response(
         HTTPStatus.SERVICE_UNAVAILABLE, "database_unavailable", message, retry_after_seconds=1

@@ -112,10 +112,7 @@ def connection_lost(error: BaseException, using: str) -> bool:
     if not isinstance(error, Error):
         return False
     connection = connections[using]
-    if isinstance(error, SessionLost):
-        drop_if_lost(connection)
-        return True
-    if connection.vendor == "sqlite":
+    if connection.vendor == "sqlite" and not isinstance(error, SessionLost):
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
     # Decide by the error, because Django may have opened a new connection. A broken connection has
     # no SQLSTATE.

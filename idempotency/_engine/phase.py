@@ -99,15 +99,14 @@ class AtomicPhase:
                 " phase is not committed. Handle the exception outside the phase, or put the"
                 " statements that may fail into a transaction.atomic() of their own."
             ) from own.connection.rollback_exc  # type: ignore[attr-defined]
+        sessions.require_all()
         if self._target == FINISHED:
             # In the transaction of the phase: rendering the result may query the database.
             self._outcome = run.work.outcome(self._result)
             sessions.require_storable(self._outcome.code)
             stored = run.work.stored(self._outcome.value)
             fence.finish(run.key, stored, using=run.using, last_of=own)
-            return
-        sessions.require_all()
-        if self._target == run.key.recovery_point:
+        elif self._target == run.key.recovery_point:
             fence.renew(run.key, using=run.using, last_of=own)
         else:
             fence.advance(run.key, self._target, using=run.using, last_of=own)

@@ -256,7 +256,7 @@ def test_without_the_database_it_is_not_healthy_and_says_so_in_a_line(served):
     finally:
         os.kill(served.pids()["supervisor"], signal.SIGCONT)
     eventually(served.healthy)
-    printed = served.read_until("the database did not answer the request")
+    printed = served.read_until("a database error ended the request")
     assert "django.db.utils.OperationalError: connection" in printed.splitlines()[-1]
     assert "Traceback" not in printed
 
