@@ -26,9 +26,10 @@ from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
-#: The number of failures after which a new session tries to write the result of a call: a limit of
-#: the session may prevent the write, such as ``lock_timeout``, and the result is more important.
-_TRIES_IN_SESSION = 4
+#: The number of failures to write the result of a call, out of 20, that do not end the session.
+#: Then a new session tries, because a limit such as ``lock_timeout`` may belong to the session. It
+#: is the last resort: without what a middleware has set, it may not find the row.
+_FAILURES_IN_SESSION = 16
 #: A refused key that has begun something expires no more; a finished key does.
 _EXPIRY = Case(When(finished_at=None, then=None), default=F("expires_at"))
 
@@ -261,7 +262,7 @@ def _write_through_outage(write: Callable[[], object], using: str, *, retries: i
             return
         except (OperationalError, InterfaceError, InternalError) as error:
             connection = connections[using]
-            keeps = connection.vendor == "postgresql" and retries - left < _TRIES_IN_SESSION
+            keeps = connection.vendor == "postgresql" and retries - left < _FAILURES_IN_SESSION
             if not session_timed_out(error, using):
                 (drop_if_lost if keeps else drop_connection)(connection)
             if not left:

@@ -3,7 +3,7 @@ and what has ended."""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import psycopg
 from django.db import connections
@@ -108,7 +108,8 @@ def _is_locked(error: Error) -> bool:
 
 def connection_lost(error: BaseException, using: str) -> bool:
     """Return whether ``error`` means that the database cannot be reached; if so, drop the
-    connection unless it is usable: the error may be that of another one."""
+    connection unless it is usable, and those that were lost: the error may be that of another
+    one."""
     if not isinstance(error, Error):
         return False
     connection = connections[using]
@@ -124,6 +125,8 @@ def connection_lost(error: BaseException, using: str) -> bool:
     lost = cut or read_only or (sqlstate or "").startswith(_LOST_SQLSTATES)
     if lost:
         drop_if_lost(connection)
+        for other in broken_connections():  # The next run of this process must not find them.
+            drop_connection(other)
     return lost
 
 
@@ -170,6 +173,12 @@ def takes_no_writes(connection: BaseDatabaseWrapper) -> bool:
         own.info.parameter_status(name) == "on"
         for name in ("in_hot_standby", "default_transaction_read_only")
     )
+
+
+def broken_connections() -> list[Any]:
+    """Return the connections of this thread that were lost, and that Django has not replaced."""
+    initialized: Any = connections.all(initialized_only=True)
+    return [each for each in initialized if getattr(each.connection, "broken", False)]
 
 
 def drop_if_lost(connection: BaseDatabaseWrapper) -> None:

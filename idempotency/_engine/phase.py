@@ -103,7 +103,7 @@ class AtomicPhase:
         if self._target == FINISHED:
             # In the transaction of the phase: rendering the result may query the database.
             self._outcome = run.work.outcome(self._result)
-            sessions.require_storable(self._outcome.code)
+            sessions.require_storable(self._outcome.code, None)
             stored = run.work.stored(self._outcome.value)
             fence.finish(run.key, stored, using=run.using, last_of=own)
         elif self._target == run.key.recovery_point:

@@ -82,7 +82,6 @@ class PlainRun:
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
                 self.key = claim.key
-                work.sessions.note()
                 self.transaction.block.key_id = claim.key.id
                 if self.is_nested:
                     savepoints.hold(claim.key, using=using)
@@ -90,6 +89,7 @@ class PlainRun:
                 self._connection.on_commit(work.note_committed)
                 others = OtherTransactions(work.other_databases(using), last=self._connection)
                 with others.atomic():
+                    work.sessions.note()
                     with work.bind(self):
                         outcome = call()
                     commits = self._store(outcome, others)
@@ -120,7 +120,7 @@ class PlainRun:
         """Write the result with the last statement of the transaction, or mark it for rollback;
         return whether it commits."""
         if outcome.is_stored or outcome.keeps_writes:
-            self.work.sessions.require_storable(outcome.code)
+            self.work.sessions.require_storable(outcome.code, outcome.cause)
             self._require_commit(outcome, others)
         # Other databases commit before this one.
         last_of = None if others.used else self.transaction

@@ -3,14 +3,15 @@
 A middleware may have set up a session: a search path, the tenant of row policies, a role. After a
 loss Django may open a new connection, which has nothing of this. The run does not continue on it; a
 retry of the client may. A run continues after its session was closed by the project, or ended by
-the server at ``idle_session_timeout``, because a retry would meet the same limit.
+the server at ``idle_session_timeout`` before a phase or call, because a retry would meet the same
+limit.
 """
 
 from typing import Any
 
 from django.db import connections
 
-from idempotency._engine.errors import TIMED_OUT, SessionLost, drop_connection
+from idempotency._engine.errors import TIMED_OUT, SessionLost, broken_connections
 
 
 class Sessions:
@@ -22,39 +23,32 @@ class Sessions:
 
     @property
     def is_one_lost(self) -> bool:
-        for own in self._noted:
-            if getattr(own, "broken", False) and not hasattr(own, TIMED_OUT):
-                return True
-        return False
+        lost = (own for own in self._noted if getattr(own, "broken", False))
+        return not all(hasattr(own, TIMED_OUT) for own in lost)
 
     def require_all(self) -> None:
-        """Raise SessionLost if one was lost, and close lost connections: the next run must not find
-        them. Call it in the session that the run will use: Django may replace a lost one until
-        BEGIN."""
+        """Raise SessionLost if one was lost. Call it in the session that the run will use: Django
+        may replace a lost one until BEGIN."""
         if self._noted and self.is_one_lost:
-            for connection in _lost_connections():
-                drop_connection(connection)
             raise SessionLost
 
-    def require_storable(self, code: int) -> None:
-        """Raise SessionLost instead of storing a result with this status after a loss. The reason
-        of an error may be the loss of a session that the work itself has opened."""
+    def require_storable(self, code: int, cause: Exception | None) -> None:
+        """Raise SessionLost instead of storing a result with this status and cause after a loss.
+        The reason of an error may be the loss of a session that the work itself has opened; such a
+        session is unknown if Django has replaced it at the end of ``atomic()``."""
         if code >= 400:
-            self._noted += [connection.connection for connection in _lost_connections()]
-        self.require_all()
+            self._noted += [connection.connection for connection in broken_connections()]
+        if self.is_one_lost:
+            raise SessionLost from cause
 
     def note(self) -> None:
         """Note the sessions that are open now."""
         connection: Any
         for connection in connections.all(initialized_only=True):
             own = connection.connection
-            if own is None or own in self._noted or getattr(own, "closed", False):
-                continue  # One that was lost before the run fails by itself.
+            # One that was lost before the run fails by itself. SQLite has no sessions.
+            if getattr(own, "closed", True) or own in self._noted:
+                continue
             # Nothing has used a session that Django will check before the first statement.
             if connection.health_check_done or not connection.health_check_enabled:
                 self._noted.append(own)
-
-
-def _lost_connections() -> list[Any]:
-    initialized: Any = connections.all(initialized_only=True)
-    return [each for each in initialized if getattr(each.connection, "broken", False)]

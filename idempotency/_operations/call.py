@@ -97,7 +97,7 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
     except Exception as error:
         if isinstance(error, Error):
             name_missing_migration(error, using)
-            if not is_nested and connection_lost(error, using):
+            if connection_lost(error, using) and not is_nested:
                 limit = exceeded_time_limit(error)
                 code = "time_limit_exceeded" if limit else "database_unavailable"
                 raise Unavailable(code=code) from error

@@ -114,7 +114,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("action", ["hand_back", "acknowledge"])
-def test_an_action_on_all_reaches_all_that_match_and_nothing_else(action: str) -> None:
+def test_an_action_on_all_reaches_all_that_match_and_nothing_else(
+    action: str, caplog: pytest.LogCaptureFixture
+) -> None:
     client, keys, others = person(), stuck_keys(10), stuck_keys(2, stuck_code="view_gave_up")
     page = f"{KEYS}?state=stuck&stuck_code=attempts_exhausted"
     url = choose(client, page, action, keys[:1], across=True)
@@ -127,6 +129,9 @@ def test_an_action_on_all_reaches_all_that_match_and_nothing_else(action: str) -
         stuck_code="" if action == "hand_back" else "attempts_exhausted"
     )
     assert all(key.history[-1]["detail"].endswith(": ticket 7") for key in histories)
+    logged = [line for line in caplog.messages if line.endswith(": ticket 7")]
+    assert len(logged) == 10
+    assert all(any(key.key_hash in line for line in logged) for key in histories)
 
 
 def test_two_works_of_one_action_differ_by_their_notes_and_times() -> None:

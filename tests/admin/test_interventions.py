@@ -268,6 +268,7 @@ def test_the_undo_of_an_acknowledgement_takes_effect_once_and_on_what_was_seen(
     assert interventions.unacknowledge(key.pk, key.claim_token, by="jane", note="ticket 7")
     assert not interventions.unacknowledge(key.pk, key.claim_token, by="joe")
     assert IdempotencyKey.objects.stuck().get() == key
+    assert IdempotencyKey.objects.get().claim_token == key.claim_token
     assert last_event() == "unacknowledged: by jane: ticket 7"
 
 

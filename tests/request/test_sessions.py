@@ -13,6 +13,7 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from pytest_django import Settings
 
 from idempotency import signals
+from idempotency._engine import calls as calls_of_keys
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import Unavailable
@@ -300,10 +301,32 @@ def test_an_error_that_the_view_returns_after_the_loss_of_another_database_is_no
         try:
             return HttpResponse(_tenant("shard_b"), status=422)
         except OperationalError:
-            return HttpResponse(status=404)
+            return HttpResponse(status=400)
 
     serve(view=kind(work, scope=_set_tenant_of_shard if opened == "by the scope" else _set_tenant))
     assert [sender.send().status_code for _ in range(3)] == [503, 422, 422]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_an_error_of_a_view_that_lost_a_database_of_atomic_requests_is_not_stored(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [1]
+    connections["shard_b"].close()
+    monkeypatch.setitem(connections["shard_b"].settings_dict, "ATOMIC_REQUESTS", True)
+
+    @idempotent(scope=_set_tenant)
+    def view(request: HttpRequest) -> HttpResponse:
+        if losses:
+            losses.pop()
+            cut_this_connection("shard_b")
+        try:
+            return HttpResponse(_tenant("shard_b"), status=201)
+        except OperationalError:
+            raise Http404 from None
+
+    serve(view=view)
+    assert [sender.send().status_code for _ in range(2)] == [503, 201]
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
@@ -367,9 +390,10 @@ def test_a_view_continues_after_an_operation_that_another_database_has_refused(
 
 @pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
 def test_the_result_of_a_call_is_more_important_than_the_session(
-    seconds: float, answers: list[int], serve: Serve, sender: Sender
+    seconds: float, answers: list[int], serve: Serve, sender: Sender, monkeypatch: Any
 ) -> None:
     """The session has a short time limit for locks, and the row of the call is locked."""
+    monkeypatch.setattr(calls_of_keys, "_FAILURES_IN_SESSION", 1 if seconds == 3 else 16)
     tenants: list[str] = []
     calls: list[str] = []
     gate = Gate()
@@ -469,17 +493,18 @@ def test_a_task_stores_no_refusal_that_the_work_makes_of_a_loss(
     assert operations.book.once("key", name="one") == Entry.objects.get().pk
 
 
+@pytest.mark.parametrize("refused", [Rejected("unknown"), None])
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_a_task_that_calls_again_does_not_meet_the_lost_session(
-    monkeypatch: pytest.MonkeyPatch,
+    refused: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = Entry.objects.create
 
     def create_if_known(**values: Any) -> Entry:
         try:
             _tenant("shard_b")
-        except DatabaseError:
-            raise Rejected("unknown") from None
+        except DatabaseError as error:
+            raise refused or error from None
         return create(**values)
 
     monkeypatch.setattr(operations.Entry.objects, "create", create_if_known)
@@ -490,17 +515,35 @@ def test_a_task_that_calls_again_does_not_meet_the_lost_session(
     assert operations.book.once("key", name="one") == Entry.objects.get().pk
 
 
-@pytest.mark.django_db(transaction=True)
-def test_a_task_begins_after_a_loss_that_the_health_check_finds() -> None:
-    connection.ensure_connection()
-    cut_this_connection()
-    connection.health_check_enabled, connection.health_check_done = True, False
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_task_runs_although_the_session_of_another_database_was_lost_before() -> None:
+    _set_tenant_of_shard(HttpRequest())
+    cut_this_connection("shard_b")
+    with pytest.raises(OperationalError):
+        _tenant("shard_b")
     assert operations.book.once("key", name="one") == Entry.objects.get().pk
+    connections["shard_b"].close()
 
 
+@pytest.mark.parametrize("alias", ["default", "shard_b"])
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_task_continues_after_a_loss_that_the_health_check_finds(
+    alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = operations.Bank()
+    monkeypatch.setattr(operations, "bank", bank)
+    bank.before = lambda: connections["shard_b"].cursor().execute("SELECT 1") and None
+    lost = connections[alias]
+    lost.ensure_connection()
+    cut_this_connection(alias)
+    lost.health_check_enabled, lost.health_check_done = True, False
+    assert operations.charge.once("key", name="one", cents=1) == {"transfer": 0}
+
+
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_a_task_does_not_finish_a_run_after_the_loss_of_another_database(
-    monkeypatch: pytest.MonkeyPatch,
+    kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank, tenants = operations.Bank(), list[str]()
     monkeypatch.setattr(operations, "bank", bank)
@@ -513,6 +556,8 @@ def test_a_task_does_not_finish_a_run_after_the_loss_of_another_database(
 
     bank.before = lose
     _set_tenant_of_shard(HttpRequest())
+    shard = connections["shard_b"]
+    shard.health_check_enabled, shard.health_check_done = False, not kept
     with pytest.raises(Unavailable):
         operations.charge.once("key", name="one", cents=1)
     assert tenants == []

@@ -4,6 +4,8 @@ make them."""
 import logging
 import threading
 from copy import copy
+from functools import partial
+from typing import Any
 
 import pytest
 from django.db import transaction
@@ -70,6 +72,22 @@ def test_a_fenced_update_counts_as_progress_of_its_run(last: bool) -> None:
         with durable_transaction(None, using="default") as own:
             fence.renew(key, using="default", last_of=own if last else None)
         assert not run.hangs
+
+
+def test_the_third_run_that_hangs_makes_the_key_stuck() -> None:
+    location = "shop/views.py:7"
+    for hangs in (1, 2, 3):
+        key: Any = claim().key
+        mark = partial(decisions.mark_hung, key, location, delay_seconds=30, using="default")
+        assert not mark(), "its lock is valid"
+        expire_lock()
+        assert mark() is (hangs == 3)
+        row = IdempotencyKey.objects.get()
+        assert (row.hangs, row.last_error) == (hangs, f"The run hung at {location}.")
+        with pytest.raises(LockLost):
+            finish(key)
+    assert row.stuck_code == "hung"
+    assert row.stuck_reason == f"3 runs hung. The last one hung at {location}."
 
 
 def test_a_run_that_does_not_know_of_its_commit_cannot_write_over_it() -> None:
