@@ -153,6 +153,16 @@ def expect_lost_run(service: Service, heir: str) -> None:
 def test_the_button_kills_the_worker_after_the_charge_and_the_retry_continues(
     service: Service, visitor: Visitor
 ) -> None:
+    posted: list[Route] = []
+
+    def lose_second(route: Route) -> None:
+        posted.append(route)
+        if len(posted) == 2:  # The killed worker has got the request that repairs Stripe.
+            route.abort()
+        else:
+            route.continue_()
+
+    visitor.page.route("**/switches/stripe", lose_second)
     visitor.sign_in()
 
     visitor.kill.click()
@@ -160,6 +170,8 @@ def test_the_button_kills_the_worker_after_the_charge_and_the_retry_continues(
     visitor.expect_killed()
     visitor.expect_counts(rides=1, charges=1, receipts=0)
     visitor.expect_story("no response")
+    expect(visitor.page.locator("#stripe-outcome")).to_have_text("Stripe works now.")
+    assert len(posted) == 3
     visitor.expect_status("409")
     visitor.shoot("page-killed")
     service.let_locks_expire()

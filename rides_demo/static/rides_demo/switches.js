@@ -16,6 +16,18 @@ export function updateCsrfToken(posted) {
   if (cookie && field) field.value = cookie.slice("csrftoken=".length);
 }
 
+// Sends the chosen behaviour, and again while no answer comes: the worker that has just been killed may get the request.
+async function sendBehaviour() {
+  for (let left = 20; ; left -= 1) {
+    try {
+      return await fetch(stripe.action, { method: "POST", body: new FormData(stripe) });
+    } catch (error) {
+      if (!left) throw error;
+      await wait(POLL_SECONDS);
+    }
+  }
+}
+
 // Sets the chosen behaviour, or the one with the given name.
 async function setBehaviour(name) {
   if (name) stripe.elements.behaviour.value = name;
@@ -23,7 +35,7 @@ async function setBehaviour(name) {
   let text = "The behaviour could not be set. Check that the sandbox is running, then reload the page.";
   updateCsrfToken(stripe);
   try {
-    const response = await fetch(stripe.action, { method: "POST", body: new FormData(stripe) });
+    const response = await sendBehaviour();
     if (response.ok) text = `Stripe ${chosen.labels[0].textContent.toLowerCase()} now.`;
   } catch (error) {
     // The text reports the failure.
