@@ -26,7 +26,7 @@ from idempotency._async import either_context
 from idempotency._engine import replication
 from idempotency._engine.cursors import changed_rows, classified_errors
 from idempotency._engine.database_product import require_postgresql
-from idempotency._engine.errors import has_ended
+from idempotency._engine.errors import has_ended, serialization_failed
 from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import MARKER
@@ -65,7 +65,8 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     rolled back. In an outer transaction the block is a savepoint and commits with the outer one. A
     second delivery waits up to 5 seconds for the first, or up to a lower time limit of the role; on
     SQLite, up to the ``timeout`` of the connection.
-    Raises MessageInProgress after that wait. Refuse the delivery, so that it is repeated.
+    Raises MessageInProgress after that wait, and above READ COMMITTED if the first delivery has
+    committed meanwhile. Refuse the delivery, so that it is repeated.
     Raises NotReplicated if the standbys do not confirm the effect of an earlier delivery or of this
     block (CONFIRM_REPLICATED).
     Raises TransactionManagementError if the block caught an error that broke the transaction, or
@@ -84,7 +85,8 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
             stack.enter_context(transaction.atomic(using=alias))
             first, marker = _insert(connections[alias], source, message_id, idle_limit=own)
         except (OperationalError, InternalError) as error:
-            if _is_held_by_another(error):
+            # In an outer transaction, its owner may begin again after a serialization failure.
+            if _is_held_by_another(error) or (own and serialization_failed(error)):
                 raise MessageInProgress from error
             raise
         if not first:

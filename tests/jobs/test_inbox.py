@@ -10,6 +10,7 @@ import pytest
 from django.db import DatabaseError, Error, IntegrityError, connection, transaction
 from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
+from psycopg import IsolationLevel
 
 from idempotency import inbox
 from idempotency._engine import database_product
@@ -131,6 +132,27 @@ def test_a_second_delivery_waits_for_the_first_and_does_nothing(first_delivery):
     eventually(waits_for_a_lock)
     gate.open()
     assert (first.result(60), second.result(60)) == (True, False)
+    assert AuditRecord.objects.count() == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_second_delivery_is_refused_at_a_high_level_when_the_first_commits(first_delivery):
+    """Its snapshot does not contain the row of the first."""
+
+    def deliver_serializable():
+        connection.ensure_connection()
+        connection.connection.isolation_level = IsolationLevel.SERIALIZABLE
+        return deliver(user)
+
+    user, gate, first = first_delivery()
+    second = in_background(deliver_serializable)
+    eventually(waits_for_a_lock)
+    gate.open()
+    assert first.result(60) is True
+    with pytest.raises(MessageInProgress):
+        second.result(60)
+    assert deliver(user) is False
     assert AuditRecord.objects.count() == 1
 
 
