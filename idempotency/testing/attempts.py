@@ -13,6 +13,7 @@ from typing import TypeVar
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from idempotency._engine.errors import drop_connection
 from idempotency.testing.answers import Answer
 from idempotency.testing.observing import Died, Run, observed
 from idempotency.testing.places import Place
@@ -69,12 +70,23 @@ class Threads:
             try:
                 task = self._tasks.get(timeout=_IDLE_SECONDS)
             except Empty:
-                connections.close_all()
+                discard_connections()
                 continue
             if task is None:
-                connections.close_all()
+                discard_connections()
                 return
             task()
+
+
+def discard_connections() -> None:
+    """Close the connections of this thread, also in a pool. psycopg has prepared statements on an
+    observed one. After a rollback to a savepoint it would drop those of this app with them, and a
+    later test would fail."""
+    for connection in connections.all(initialized_only=True):
+        if connection.vendor == "postgresql":
+            drop_connection(connection)
+        else:
+            connection.close()
 
 
 class Attempt:

@@ -12,7 +12,7 @@ from django.db import connections
 
 from idempotency.exceptions import CallInDoubt
 from idempotency.testing.answers import Answer
-from idempotency.testing.attempts import Attempt, Threads
+from idempotency.testing.attempts import Attempt, Threads, discard_connections
 from idempotency.testing.calls import downstream_calls_noticed
 from idempotency.testing.comparing import GONE, Difference, compare
 from idempotency.testing.downstream import refusals
@@ -47,6 +47,7 @@ class Proof(TwoKeys):
                     "pytest.mark.django_db(transaction=True)."
                 )
         self._snapshot = Snapshot()
+        self._stack.callback(discard_connections)
         self._stack.callback(self._snapshot.close)
         self._stack.enter_context(downstream_calls_noticed(permitted_addresses(self._ignore)))
         self._threads = Threads()

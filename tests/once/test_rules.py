@@ -147,6 +147,8 @@ def test_o06_a_crash_at_any_statement_leaves_one_effect_and_one_result(bank: Ban
         races=False,
     )
     assert report.courses > 20
+    if connection.vendor == "postgresql":
+        assert connection.connection is None, "psycopg has prepared statements on it"
 
 
 @pytest.mark.parametrize(("ends", "left"), [("raises", []), ("returns", ["one"])])
