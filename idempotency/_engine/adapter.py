@@ -79,7 +79,6 @@ class Work(Protocol):
     #: The request for signals; None in a run of the completer.
     request: Any
     by_completer: bool
-    sessions: Sessions
     #: The time for which a duplicate waits for another run.
     wait_seconds: float
     #: Whether a plain run may be a part of the transaction of another run.
@@ -157,6 +156,7 @@ class Run(Protocol):
     using: str
     #: The last transaction of the run.
     transaction: OwnTransaction | None
+    sessions: Sessions
 
     @property
     def key(self) -> Any:

@@ -45,7 +45,7 @@ class Attempts:
         for count in range(conf.get().SERIALIZATION_RETRIES + 1):
             if count:
                 time.sleep(_backoff_seconds(count))
-                if self._run.work.sessions.is_one_lost:  # A ROLLBACK has failed.
+                if self._run.sessions.is_one_lost:  # A ROLLBACK has failed.
                     raise Unavailable(code="database_unavailable")
                 if not self._run.work.restore():
                     return

@@ -124,9 +124,8 @@ def connection_lost(error: BaseException, using: str) -> bool:
     read_only = sqlstate in (_READ_ONLY, NOT_SUPPORTED) and isinstance(error, OperationalError)
     lost = cut or read_only or (sqlstate or "").startswith(_LOST_SQLSTATES)
     if lost:
-        drop_if_lost(connection)
-        for other in broken_connections():  # The next run of this process must not find them.
-            drop_connection(other)
+        for each in (connection, *broken_connections()):  # The next run must not find them.
+            drop_if_lost(each)
     return lost
 
 

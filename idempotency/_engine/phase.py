@@ -88,7 +88,7 @@ class AtomicPhase:
         Raises LockLost if another claim has taken over the key.
         Raises SessionLost if the block has lost a session.
         """
-        run, sessions = self._run, self._run.work.sessions
+        run = self._run
         if self._target is None:
             raise PhaseDidNotAdvance
         run.calls.require_results()
@@ -99,11 +99,11 @@ class AtomicPhase:
                 " phase is not committed. Handle the exception outside the phase, or put the"
                 " statements that may fail into a transaction.atomic() of their own."
             ) from own.connection.rollback_exc  # type: ignore[attr-defined]
-        sessions.require_all()
+        run.sessions.require_all()
         if self._target == FINISHED:
             # In the transaction of the phase: rendering the result may query the database.
             self._outcome = run.work.outcome(self._result)
-            sessions.require_storable(self._outcome.code, None)
+            run.sessions.require_all(status=self._outcome.code)
             stored = run.work.stored(self._outcome.value)
             fence.finish(run.key, stored, using=run.using, last_of=own)
         elif self._target == run.key.recovery_point:
@@ -153,8 +153,8 @@ def atomic_phase(
     level, lease = run.begin_phase(isolation), run.key.lease_seconds
     with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
-        run.work.sessions.require_all()
-        run.work.sessions.note()
+        run.sessions.require_all()
+        run.sessions.note()
         # Registered first: an exception in a hook of the work must not skip it.
         own.connection.on_commit(phase.note)
         yield phase

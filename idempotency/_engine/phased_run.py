@@ -10,6 +10,7 @@ from idempotency._engine import rows
 from idempotency._engine.adapter import Outcome, Work
 from idempotency._engine.calls import Calls, require_unfinished
 from idempotency._engine.claimed_key import NOT_PHASED, ClaimedKey
+from idempotency._engine.sessions import Sessions
 from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.exceptions import PhaseDidNotAdvance
@@ -33,7 +34,8 @@ class PhasedRun:
     def __init__(self, key: ClaimedKey, work: Work) -> None:
         self.work = work
         self.using = str(key._state.db)  # where it was claimed
-        work.sessions.note()
+        self.sessions = Sessions()
+        self.sessions.note()
         #: That of the last phase.
         self.transaction: OwnTransaction | None = None
         #: None until the end of the run.
@@ -44,7 +46,7 @@ class PhasedRun:
     def _take(self, key: ClaimedKey) -> None:
         self.key = key
         self.level = conf.get().PHASE_ISOLATION
-        self.calls = Calls(key, using=self.using, sessions=self.work.sessions)
+        self.calls = Calls(key, using=self.using, sessions=self.sessions)
         self._moved = False
         #: The value that a phase has stored, which may be None.
         self._stored: tuple[Any] | None = None

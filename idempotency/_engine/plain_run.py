@@ -18,6 +18,7 @@ from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
 from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.outer_transactions import is_in_outer_transaction
+from idempotency._engine.sessions import Sessions
 from idempotency._engine.several_databases import OtherTransactions
 from idempotency._engine.transactions import First, OwnTransaction, durable_transaction
 from idempotency._text import first_line
@@ -37,6 +38,7 @@ class PlainRun:
         self._request = request
         self._wait = Wait(work.wait_seconds)
         self._connection = connections[using]
+        self.sessions = Sessions()
         self.is_nested = is_in_outer_transaction(self._connection)
         if self.is_nested:
             work.check_outer_transaction(using)
@@ -77,7 +79,7 @@ class PlainRun:
         try:
             first = claims.first_of_plain(self._request, self._connection)
             with self._block(first) as self.transaction:
-                work.sessions.require_all()
+                self.sessions.require_all()
                 claim = claims.claim_plain(self._request, self._connection, first)
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
@@ -89,7 +91,7 @@ class PlainRun:
                 self._connection.on_commit(work.note_committed)
                 others = OtherTransactions(work.other_databases(using), last=self._connection)
                 with others.atomic():
-                    work.sessions.note()
+                    self.sessions.note()
                     with work.bind(self):
                         outcome = call()
                     commits = self._store(outcome, others)
@@ -120,7 +122,7 @@ class PlainRun:
         """Write the result with the last statement of the transaction, or mark it for rollback;
         return whether it commits."""
         if outcome.is_stored or outcome.keeps_writes:
-            self.work.sessions.require_storable(outcome.code, outcome.cause)
+            self.sessions.require_all(status=outcome.code, cause=outcome.cause)
             self._require_commit(outcome, others)
         # Other databases commit before this one.
         last_of = None if others.used else self.transaction

@@ -108,7 +108,7 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
         events.log(INFO, "key %s is resumed at %s", key, key.recovery_point)
     events.emit(signals.key_claimed, key, work.request)
     if signals.key_claimed.receivers:  # They may have opened one.
-        work.sessions.note()
+        run.sessions.note()
     return run_claimed(run)
 
 
@@ -204,14 +204,14 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         # No caller waits for the completer. It stores no early error, because a repeat of the
         # caller may get another result.
         case _ if is_definitive and not run.work.by_completer:
-            run.work.sessions.require_storable(result.code, result.cause)
+            run.sessions.require_all(status=result.code, cause=result.cause)
             stored = run.work.stored(result.value)
             repeat(partial(fence.finish, key, stored, using=using, untouched=True))
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
         case _ if result.is_refusal and not run.work.by_completer:
-            run.work.sessions.require_storable(result.code, result.cause)
+            run.sessions.require_all(status=result.code, cause=result.cause)
             repeat(partial(fence.refuse, key, _description(run, result), using=using))
         case _:
             _release(key, _description(run, result), using=using)

@@ -26,19 +26,14 @@ class Sessions:
         lost = (own for own in self._noted if getattr(own, "broken", False))
         return not all(hasattr(own, TIMED_OUT) for own in lost)
 
-    def require_all(self) -> None:
-        """Raise SessionLost if one was lost. Call it in the session that the run will use: Django
-        may replace a lost one until BEGIN."""
-        if self._noted and self.is_one_lost:
-            raise SessionLost
-
-    def require_storable(self, code: int, cause: Exception | None) -> None:
-        """Raise SessionLost instead of storing a result with this status and cause after a loss.
-        The reason of an error may be the loss of a session that the work itself has opened; such a
-        session is unknown if Django has replaced it at the end of ``atomic()``."""
-        if code >= 400:
+    def require_all(self, *, status: int = 0, cause: Exception | None = None) -> None:
+        """Raise SessionLost, from ``cause``, if one was lost. Call it in the session that the run
+        will use: Django may replace a lost one until BEGIN. Before an error with this ``status`` is
+        stored, a session that the work itself has opened counts too: its loss may be the reason.
+        Such a session is unknown if Django has replaced it at the end of ``atomic()``."""
+        if status >= 400:
             self._noted += [connection.connection for connection in broken_connections()]
-        if self.is_one_lost:
+        if self._noted and self.is_one_lost:
             raise SessionLost from cause
 
     def note(self) -> None:

@@ -11,7 +11,6 @@ from idempotency import conf
 from idempotency._engine.adapter import Outcome, Run
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
-from idempotency._engine.sessions import Sessions
 from idempotency._http import responses
 from idempotency._http.nesting import ViewRun
 from idempotency._http.not_stored import keeps_writes
@@ -33,7 +32,7 @@ class ViewWork:
         self._call, self._options = call, options
         #: None before the first attempt.
         self._before: RequestState | None = None
-        self.by_completer, self.sessions = by_completer, Sessions()
+        self.by_completer = by_completer
         #: Whether the value of the run is the stored response of another run.
         self.is_replayed = False
         self.request = None if by_completer else call.request

@@ -18,7 +18,6 @@ from idempotency._engine.errors import connection_lost
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.phase import AtomicPhase, atomic_phase
 from idempotency._engine.phased_run import FinalState, PhasedRun, current_key
-from idempotency._engine.sessions import Sessions
 from idempotency._hidden import Hidden
 from idempotency._operations.definition import METHOD, Definition, scope_of
 from idempotency._operations.deploys import EarlierRuns
@@ -53,7 +52,6 @@ class OperationWork:
     ) -> None:
         self.definition, self._arguments = definition, arguments
         self.name, self.by_completer = definition.name, by_completer
-        self.sessions = Sessions()
         self.wait_seconds = definition.wait_seconds
         self.points = definition.steps.points if definition.steps.is_phased else ()
         #: The run of the last attempt; None before the claim.

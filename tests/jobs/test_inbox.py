@@ -143,11 +143,11 @@ def test_a_second_delivery_is_refused_at_a_high_level_when_the_first_commits(fir
     def deliver_serializable():
         connection.ensure_connection()
         own = connection.connection
-        own.isolation_level = IsolationLevel.SERIALIZABLE
+        before, own.isolation_level = own.isolation_level, IsolationLevel.SERIALIZABLE
         try:
             return deliver(user)
         finally:
-            own.isolation_level = None  # A pool may keep the connection.
+            own.isolation_level = before  # A pool may keep the connection.
 
     user, gate, first = first_delivery()
     second = in_background(deliver_serializable)

@@ -54,6 +54,26 @@ def _tenant(alias: str = "default") -> str:
         return str(cursor.fetchone()[0] or "")
 
 
+def _noting(
+    tenants: list[str],
+    *,
+    before: Callable[[Any], object] = lambda key: None,
+    alias: str = "default",
+) -> View:
+    """Return a phased view that calls ``before``, and notes the tenant in its phase."""
+
+    @idempotent(recovery_points=[], scope=_set_tenant)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        before(key)
+        with atomic_phase(key) as phase:
+            tenants.append(_tenant(alias))
+            phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    return view
+
+
 def _fail_and_lose(alias: str) -> None:
     """Raise a serialization failure, and lose the connection, so that the ROLLBACK fails."""
     try:
@@ -79,6 +99,12 @@ def _lose_in_transaction(key: Any) -> None:
     with suppress(OperationalError), transaction.atomic():
         cut_this_connection()
         Entry.objects.create(name="lost")
+
+
+def _lose_shard_in_transaction() -> None:
+    with suppress(OperationalError), transaction.atomic(using="shard_b"):
+        cut_this_connection("shard_b")
+        _tenant("shard_b")
 
 
 def _lose_before_intent(key: Any) -> None:
@@ -133,18 +159,7 @@ def test_no_phase_runs_in_a_new_session(
 ) -> None:
     tenants: list[str] = []
     losses = [lose]
-
-    @idempotent(recovery_points=[], scope=_set_tenant)
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        if losses:
-            losses.pop()(key)
-        with atomic_phase(key) as phase:
-            tenants.append(_tenant())
-            phase.set_response(HttpResponse(status=201))
-        return key.response()
-
-    serve(view=view)
+    serve(view=_noting(tenants, before=lambda key: losses and losses.pop()(key)))
     assert sender.send().status_code == 503
     assert sender.send().status_code == 201
     assert tenants == ["a"]
@@ -155,19 +170,11 @@ def test_no_phase_runs_in_a_new_session_after_a_receiver_has_lost_its_own(
 ) -> None:
     tenants: list[str] = []
 
-    @idempotent(recovery_points=[], scope=_set_tenant)
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        with atomic_phase(key) as phase:
-            tenants.append(_tenant())
-            phase.set_response(HttpResponse(status=201))
-        return key.response()
-
     def lose(**given: Any) -> None:
         signals.key_claimed.disconnect(lose)
         _lose_in_transaction(None)
 
-    serve(view=view)
+    serve(view=_noting(tenants))
     signals.key_claimed.connect(lose)
     assert sender.send().status_code == 503
     assert sender.send().status_code == 201
@@ -334,26 +341,13 @@ def test_no_phase_runs_in_a_new_session_of_a_database_that_a_receiver_has_opened
     serve: Serve, sender: Sender
 ) -> None:
     tenants: list[str] = []
-    losses = [1]
-
-    @idempotent(recovery_points=[], scope=_set_tenant)
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        if losses:
-            losses.pop()
-            with suppress(OperationalError), transaction.atomic(using="shard_b"):
-                cut_this_connection("shard_b")
-                _tenant("shard_b")
-        with atomic_phase(key) as phase:
-            tenants.append(_tenant("shard_b"))
-            phase.set_response(HttpResponse(status=201))
-        return key.response()
+    losses = [_lose_shard_in_transaction]
 
     def open_shard(**given: Any) -> None:
         _set_tenant_of_shard(HttpRequest())
 
     connections["shard_b"].close()
-    serve(view=view)
+    serve(view=_noting(tenants, before=lambda _: losses and losses.pop()(), alias="shard_b"))
     signals.key_claimed.connect(open_shard)
     try:
         assert [sender.send().status_code for _ in range(2)] == [503, 201]
@@ -373,27 +367,26 @@ def test_a_view_continues_after_an_operation_that_another_database_has_refused(
     connections["shard_b"].close()
     monkeypatch.setitem(connections["shard_b"].settings_dict, "HOST", "/nowhere")
 
-    @idempotent(recovery_points=[], scope=_set_tenant)
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
+    def charge(key: Any) -> None:
         with suppress(Unavailable):
             operations.charge.once("key", name="one", cents=1)
-        with atomic_phase(key) as phase:
-            tenants.append(_tenant())
-            phase.set_response(HttpResponse(status=201))
-        return key.response()
 
-    serve(view=view)
+    serve(view=_noting(tenants, before=charge))
     assert sender.send().status_code == 201
     assert tenants == ["a"]
 
 
 @pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
 def test_the_result_of_a_call_is_more_important_than_the_session(
-    seconds: float, answers: list[int], serve: Serve, sender: Sender, monkeypatch: Any
+    seconds: float,
+    answers: list[int],
+    serve: Serve,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The session has a short time limit for locks, and the row of the call is locked."""
-    monkeypatch.setattr(calls_of_keys, "_FAILURES_IN_SESSION", 1 if seconds == 3 else 16)
+    if seconds == 3:
+        monkeypatch.setattr(calls_of_keys, "_FAILURES_IN_SESSION", 1)
     tenants: list[str] = []
     calls: list[str] = []
     gate = Gate()
@@ -548,13 +541,7 @@ def test_a_task_does_not_finish_a_run_after_the_loss_of_another_database(
     bank, tenants = operations.Bank(), list[str]()
     monkeypatch.setattr(operations, "bank", bank)
     bank.inside = lambda: tenants.append(_tenant("shard_b"))
-
-    def lose() -> None:
-        with suppress(OperationalError), transaction.atomic(using="shard_b"):
-            cut_this_connection("shard_b")
-            _tenant("shard_b")
-
-    bank.before = lose
+    bank.before = _lose_shard_in_transaction
     _set_tenant_of_shard(HttpRequest())
     shard = connections["shard_b"]
     shard.health_check_enabled, shard.health_check_done = False, not kept
