@@ -108,8 +108,7 @@ def _is_locked(error: Error) -> bool:
 
 def connection_lost(error: BaseException, using: str) -> bool:
     """Return whether ``error`` means that the database cannot be reached; if so, drop the
-    connection unless it is usable, and those that were lost: the error may be that of another
-    one."""
+    connection unless it is usable: the error may be that of another one."""
     if not isinstance(error, Error):
         return False
     connection = connections[using]
@@ -124,8 +123,7 @@ def connection_lost(error: BaseException, using: str) -> bool:
     read_only = sqlstate in (_READ_ONLY, NOT_SUPPORTED) and isinstance(error, OperationalError)
     lost = cut or read_only or (sqlstate or "").startswith(_LOST_SQLSTATES)
     if lost:
-        for each in (connection, *broken_connections()):  # The next run must not find them.
-            drop_if_lost(each)
+        drop_if_lost(connection)
     return lost
 
 

@@ -85,8 +85,7 @@ def discard_connections() -> None:
     for connection in connections.all(initialized_only=True):
         if connection.vendor == "postgresql":
             drop_connection(connection)
-        else:
-            connection.close()
+        connection.close()
 
 
 class Attempt:

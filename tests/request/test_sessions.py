@@ -54,6 +54,16 @@ def _tenant(alias: str = "default") -> str:
         return str(cursor.fetchone()[0] or "")
 
 
+def _answers(sender: Sender, number: int) -> list[int]:
+    """Send the request several times. After each, close the connection to the other database if it
+    was lost, as Django does at the end of a request."""
+    found = []
+    for _ in range(number):
+        found.append(sender.send().status_code)
+        connections["shard_b"].close_if_unusable_or_obsolete()
+    return found
+
+
 def _noting(
     tenants: list[str],
     *,
@@ -311,7 +321,7 @@ def test_an_error_that_the_view_returns_after_the_loss_of_another_database_is_no
             return HttpResponse(status=400)
 
     serve(view=kind(work, scope=_set_tenant_of_shard if opened == "by the scope" else _set_tenant))
-    assert [sender.send().status_code for _ in range(3)] == [503, 422, 422]
+    assert _answers(sender, 3) == [503, 422, 422]
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
@@ -374,6 +384,33 @@ def test_a_view_continues_after_an_operation_that_another_database_has_refused(
     serve(view=_noting(tenants, before=charge))
     assert sender.send().status_code == 201
     assert tenants == ["a"]
+
+
+@pytest.mark.parametrize("kind", [plain, phased_outside])
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_view_knows_of_the_loss_in_an_operation_that_it_calls(
+    kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, create = [1], Entry.objects.create
+    connections["shard_b"].close()
+
+    def create_of_tenant(**values: Any) -> Entry:
+        if losses:
+            losses.pop()
+            cut_this_connection("shard_b")
+        return create(**values | {"name": _tenant("shard_b")})
+
+    def work(request: HttpRequest) -> HttpResponse:
+        _tenant("shard_b")
+        try:
+            operations.book.once("inner", name="one")
+        except (DatabaseError, Unavailable):
+            return HttpResponse(status=400)
+        return HttpResponse(status=422)
+
+    monkeypatch.setattr(operations.Entry.objects, "create", create_of_tenant)
+    serve(view=kind(work, scope=_set_tenant))
+    assert _answers(sender, 2) == [503, 422]
 
 
 @pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
