@@ -79,8 +79,8 @@ class Threads:
 
 
 def discard_connections() -> None:
-    """Close the connections of this thread, also in a pool. psycopg has prepared statements on an
-    observed one. After a rollback to a savepoint it would drop those of this app with them, and a
+    """Close the connections of this thread, also in a pool. psycopg has prepared the statements of
+    the snapshots. After a rollback to a savepoint it would drop those of this app with them, and a
     later test would fail."""
     for connection in connections.all(initialized_only=True):
         if connection.vendor == "postgresql":
