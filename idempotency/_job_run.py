@@ -9,7 +9,7 @@ from typing import Any
 
 from django.db import Error, InterfaceError, connections, router
 
-from idempotency._engine.errors import connection_lost, sqlstate_of
+from idempotency._engine.errors import connection_lost, drop_lost_connections, sqlstate_of
 from idempotency._hidden import Hidden
 from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text, storable
@@ -41,18 +41,21 @@ def job_run(
     its own ones, and its key makes a repeat harmless. The row is inserted after it.
     """
     alias = using or router.db_for_write(ProcessedMessage)
-    if name == STAGED_OPERATION:
-        first = not took_effect(STAGED_JOBS, [job_id], using=alias)
-        yield first
-        if first:
-            with process_once(STAGED_JOBS, job_id, using=alias):
-                pass
-        return
-    own = not connections[alias].in_atomic_block
-    with process_once(STAGED_JOBS, job_id, using=alias) as first:
-        yield first
-        if own:  # Otherwise the hooks belong to the transaction around this block.
-            _guard_hooks(name, job_id, alias)
+    try:
+        if name == STAGED_OPERATION:
+            first = not took_effect(STAGED_JOBS, [job_id], using=alias)
+            yield first
+            if first:
+                with process_once(STAGED_JOBS, job_id, using=alias):
+                    pass
+            return
+        own = not connections[alias].in_atomic_block
+        with process_once(STAGED_JOBS, job_id, using=alias) as first:
+            yield first
+            if own:  # Otherwise the hooks belong to the transaction around this block.
+                _guard_hooks(name, job_id, alias)
+    finally:
+        drop_lost_connections()  # The next job in this process must not find them.
 
 
 def is_uncounted(error: BaseException, using: str | None) -> bool:

@@ -1,6 +1,7 @@
 """The classification of database errors: what may be retried, what means that the database is lost,
 and what has ended."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal
@@ -30,6 +31,7 @@ TIMED_OUT = "_idempotency_timed_out"
 _NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 #: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second code.
 _READ_ONLY, NOT_SUPPORTED = "25006", "0A000"
+_this_thread = threading.local()
 
 
 class WriterBusy(OperationalError):
@@ -178,6 +180,19 @@ def broken_connections() -> list[Any]:
     return [each for each in initialized if getattr(each.connection, "broken", False)]
 
 
+def losses() -> int:
+    """Return how many lost connections this app has closed in this thread."""
+    return getattr(_this_thread, "losses", 0)
+
+
+def drop_lost_connections() -> None:
+    """Close the connections of this thread that were lost, for a caller that may close none. Leave
+    those without autocommit to the owner of the transaction."""
+    for connection in broken_connections():
+        if connection.autocommit:
+            drop_connection(connection)
+
+
 def drop_if_lost(connection: BaseDatabaseWrapper) -> None:
     """Close the connection if it is not usable or its server takes no writes. A usable one may have
     replaced the lost one, or an outer run may have noted its session."""
@@ -191,9 +206,11 @@ def drop_connection(connection: BaseDatabaseWrapper) -> None:
     """Close the connection, also in the pool, unless it is in a transaction."""
     if connection.in_atomic_block:
         return
-    if connection.vendor == "postgresql" and connection.connection is not None:
+    if connection.vendor == "postgresql" and (own := connection.connection) is not None:
+        if own.broken and not hasattr(own, TIMED_OUT):
+            _this_thread.losses = losses() + 1
         # Otherwise Django's pool would reuse it; close() may return it there.
-        connection.connection.pgconn.finish()
+        own.pgconn.finish()
     connection.close()
 
 

@@ -11,15 +11,13 @@ from idempotency import signals
 from idempotency._engine import events
 from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.errors import (
-    broken_connections,
     connection_lost,
-    drop_connection,
+    drop_lost_connections,
     exceeded_time_limit,
     name_missing_migration,
 )
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.outer_transactions import in_outer_transaction
-from idempotency._engine.phased_run import current_key
 from idempotency._engine.run import run_phased, run_plain
 from idempotency._hidden import Hidden
 from idempotency._operations.definition import Definition, find
@@ -84,6 +82,8 @@ def run(
             outcome = RequestOutcome.CONFLICT
         raise
     finally:
+        if outcome in (RequestOutcome.FAILED, RequestOutcome.CONFLICT):
+            drop_lost_connections()
         _announce(work, outcome, time.monotonic() - start)
     return restored(done.code, done.body)
 
@@ -101,7 +101,6 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
         if isinstance(error, Error):
             name_missing_migration(error, using)
             if not is_nested and connection_lost(error, using):
-                _drop_lost_connections()
                 limit = exceeded_time_limit(error)
                 code = "time_limit_exceeded" if limit else "database_unavailable"
                 raise Unavailable(code=code) from error
@@ -113,16 +112,6 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
         if work.is_unfinished:
             raise Unfinished from error
         raise
-
-
-def _drop_lost_connections() -> None:
-    """Close the lost connections of other databases: a task may call again, and may close none.
-    Leave them to an outer run, which must know of the loss, and to the owner of a transaction
-    without autocommit."""
-    if current_key.get() is None:
-        for connection in broken_connections():
-            if connection.autocommit:
-                drop_connection(connection)
 
 
 def _announce(work: OperationWork, outcome: RequestOutcome, seconds: float) -> None:

@@ -2,6 +2,7 @@
 runs in no other session."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Timer
 from typing import Any
@@ -14,11 +15,12 @@ from pytest_django import Settings
 
 from idempotency import signals
 from idempotency._engine import calls as calls_of_keys
+from idempotency._engine.errors import drop_lost_connections
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import Unavailable
 from idempotency.models import DownstreamCall, IdempotencyKey
-from idempotency.operations import Rejected
+from idempotency.operations import Operation, Rejected, operation
 from idempotency.phases import atomic_phase
 from tests import operations
 from tests.kit.ageing import abandon
@@ -386,24 +388,33 @@ def test_a_view_continues_after_an_operation_that_another_database_has_refused(
     assert tenants == ["a"]
 
 
+@operation("tests.book_in_shard", using="shard_b")
+def book_in_shard(*, name: str) -> int:
+    return Entry.objects.using("shard_b").create(name=name).pk
+
+
+@pytest.mark.parametrize("called", [operations.book, book_in_shard], ids=["book", "book_in_shard"])
 @pytest.mark.parametrize("kind", [plain, phased_outside])
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_a_view_knows_of_the_loss_in_an_operation_that_it_calls(
-    kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    kind: Kind,
+    called: Operation[..., int],
+    serve: Serve,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    losses, create = [1], Entry.objects.create
+    losses, create = [cut_this_connection], Entry.objects.create
     connections["shard_b"].close()
 
     def create_of_tenant(**values: Any) -> Entry:
-        if losses:
-            losses.pop()
-            cut_this_connection("shard_b")
         return create(**values | {"name": _tenant("shard_b")})
 
     def work(request: HttpRequest) -> HttpResponse:
         _tenant("shard_b")
+        if losses:
+            losses.pop()("shard_b")
         try:
-            operations.book.once("inner", name="one")
+            called.once("inner", name="one")
         except (DatabaseError, Unavailable):
             return HttpResponse(status=400)
         return HttpResponse(status=422)
@@ -411,6 +422,51 @@ def test_a_view_knows_of_the_loss_in_an_operation_that_it_calls(
     monkeypatch.setattr(operations.Entry.objects, "create", create_of_tenant)
     serve(view=kind(work, scope=_set_tenant))
     assert _answers(sender, 2) == [503, 422]
+
+
+@pytest.mark.parametrize("kind", [plain, phased_outside])
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_an_error_that_a_view_makes_of_a_read_only_database_is_stored(
+    kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No session was lost, and each retry would meet the same database."""
+
+    def work(request: HttpRequest) -> HttpResponse:
+        with suppress(Unavailable):
+            book_in_shard.once("inner", name="one")
+        return HttpResponse(status=422)
+
+    connections["shard_b"].close()
+    options = connections["shard_b"].settings_dict["OPTIONS"]
+    monkeypatch.setitem(options, "options", "-c default_transaction_read_only=on")
+    serve(view=kind(work))
+    assert sender.send().status_code == 422
+    connections["shard_b"].close()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_an_error_of_a_phase_in_another_thread_is_stored_after_an_earlier_loss(
+    serve: Serve, sender: Sender
+) -> None:
+    def store_error(key: Any) -> None:
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=422))
+        connections.close_all()
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        threads.submit(store_error, key).result()
+        return key.response()
+
+    _tenant("shard_b")
+    cut_this_connection("shard_b")
+    with pytest.raises(DatabaseError):
+        _tenant("shard_b")
+    drop_lost_connections()
+    serve(view=view)
+    with ThreadPoolExecutor(1) as threads:
+        assert sender.send().status_code == 422
 
 
 @pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
