@@ -110,6 +110,21 @@ def charge(made: int, /, *, name: str, cents: int) -> dict[str, Any]:
     return {"transfer": made}
 
 
+@operation("tests.book_in_shard", using="shard_b")
+def book_in_shard(*, name: str) -> int:
+    return Entry.objects.using("shard_b").create(name=name).pk
+
+
+@operation(
+    "tests.charge_in_shard",
+    call=keyed(transfer, valid_hours=23),
+    retention_hours=100,
+    using="shard_b",
+)
+def charge_in_shard(made: int, /, *, name: str, cents: int) -> int:
+    return made
+
+
 def told(key: str, *, name: str, cents: int) -> dict[str, Any]:
     if cents == 402:
         raise Rejected("unknown address")

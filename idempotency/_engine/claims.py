@@ -17,11 +17,10 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency import conf
-from idempotency._engine import rows, statements
+from idempotency._engine import errors, rows, statements
 from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.advisory_locks import HOLDER, lock_parameters, version_of
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.errors import connection_lost, raise_writer_busy, serialization_failed
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter, vendor
@@ -192,7 +191,7 @@ def _in_one_wait(send: Callable[..., Any], text: str, parameters: Parameters, us
     try:
         return send(text, parameters, using)
     except Error as error:
-        raise_writer_busy(error)
+        errors.raise_writer_busy(error)
         raise
 
 
@@ -219,10 +218,10 @@ def _parse(
 def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, using: str) -> None:
     """Raise the error of a claim statement, unless another claim won under a high level of
     isolation. After a lost connection or standby, release the claim: it may have been committed."""
-    if serialization_failed(error) and not connections[using].in_atomic_block:
+    if errors.serialization_failed(error) and not connections[using].in_atomic_block:
         return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
-    if sent and connection_lost(error, using):
+    if sent and (errors.session_timed_out(error, using) or errors.connection_lost(error, using)):
         key.fence = parameters.value["token"]
         release_later(key, "The result of the claim was lost with the connection.", using=using)
     raise error

@@ -2,6 +2,7 @@
 and what has ended."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal
@@ -180,9 +181,9 @@ def broken_connections() -> list[Any]:
     return [each for each in initialized if getattr(each.connection, "broken", False)]
 
 
-def losses() -> int:
-    """Return how many lost connections this app has closed in this thread."""
-    return getattr(_this_thread, "losses", 0)
+def last_loss() -> float:
+    """Return when this app last closed a lost connection in this thread."""
+    return getattr(_this_thread, "last_loss", 0.0)
 
 
 def drop_lost_connections() -> None:
@@ -208,7 +209,7 @@ def drop_connection(connection: BaseDatabaseWrapper) -> None:
         return
     if connection.vendor == "postgresql" and (own := connection.connection) is not None:
         if own.broken and not hasattr(own, TIMED_OUT):
-            _this_thread.losses = losses() + 1
+            _this_thread.last_loss = time.monotonic()
         # Otherwise Django's pool would reuse it; close() may return it there.
         own.pgconn.finish()
     connection.close()

@@ -7,12 +7,12 @@ the server at ``idle_session_timeout`` before a phase or call, because a retry w
 limit.
 """
 
-from threading import get_ident
+import time
 from typing import Any
 
 from django.db import connections
 
-from idempotency._engine.errors import TIMED_OUT, SessionLost, broken_connections, losses
+from idempotency._engine.errors import TIMED_OUT, SessionLost, broken_connections, last_loss
 
 
 class Sessions:
@@ -21,8 +21,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._noted: list[Any] = []
-        #: By thread: the number of connections that it had closed when the run came to it.
-        self._losses: dict[int, int] = {}
+        #: When sessions were noted first, which is after the claim.
+        self._begun = 0.0
 
     @property
     def is_one_lost(self) -> bool:
@@ -34,7 +34,7 @@ class Sessions:
         will use: Django may replace a lost one until BEGIN. Before an error with this ``status`` is
         stored, a session that the work itself has opened counts too: its loss may be the reason.
         Such a session is unknown if Django has replaced it at the end of ``atomic()``."""
-        closed = status >= 400 and losses() != self._losses.get(get_ident(), losses())
+        closed = status >= 400 and last_loss() > self._begun
         if status >= 400:
             self._noted += [connection.connection for connection in broken_connections()]
         if closed or (self._noted and self.is_one_lost):
@@ -42,7 +42,7 @@ class Sessions:
 
     def note(self) -> None:
         """Note the sessions that are open now."""
-        self._losses.setdefault(get_ident(), losses())
+        self._begun = self._begun or time.monotonic()
         connection: Any
         for connection in connections.all(initialized_only=True):
             own = connection.connection

@@ -17,11 +17,11 @@ def cut_this_connection(alias: str = "default") -> None:
         wire.shutdown(socket.SHUT_RDWR)
 
 
-def time_out_this_session() -> None:
+def time_out_this_session(alias: str = "default") -> None:
     """Wait until the server has ended the session of this thread at ``idle_session_timeout``."""
-    with connection.cursor() as cursor:
+    with connections[alias].cursor() as cursor:
         cursor.execute("SET idle_session_timeout = '50ms'")
-    assert select.select([connection.connection.fileno()], [], [], WAIT_SECONDS)[0]
+    assert select.select([connections[alias].connection.fileno()], [], [], WAIT_SECONDS)[0]
 
 
 def make_read_only(on: bool) -> None:

@@ -4,6 +4,7 @@ runs in no other session."""
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from threading import Timer
 from typing import Any
 
@@ -20,12 +21,12 @@ from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import Unavailable
 from idempotency.models import DownstreamCall, IdempotencyKey
-from idempotency.operations import Operation, Rejected, operation
+from idempotency.operations import Operation, Rejected
 from idempotency.phases import atomic_phase
 from tests import operations
 from tests.kit.ageing import abandon
 from tests.kit.duplicates import waiting_requests
-from tests.kit.outages import cut_this_connection
+from tests.kit.outages import cut_this_connection, time_out_this_session
 from tests.kit.serving import Sender, View, another_client
 from tests.kit.threads import Gate, in_background
 from tests.kit.views import both_kinds, phased, phased_outside, plain
@@ -81,6 +82,27 @@ def _noting(
         with atomic_phase(key) as phase:
             tenants.append(_tenant(alias))
             phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    return view
+
+
+def _in_a_thread(status: Callable[[], int]) -> View:
+    """Return a phased view whose phase stores a response in a thread of its own."""
+
+    def store(key: Any) -> None:
+        try:
+            code = status()
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse(status=code))
+        finally:
+            connections.close_all()
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(copy_context().run, store, key).result()
         return key.response()
 
     return view
@@ -388,12 +410,9 @@ def test_a_view_continues_after_an_operation_that_another_database_has_refused(
     assert tenants == ["a"]
 
 
-@operation("tests.book_in_shard", using="shard_b")
-def book_in_shard(*, name: str) -> int:
-    return Entry.objects.using("shard_b").create(name=name).pk
-
-
-@pytest.mark.parametrize("called", [operations.book, book_in_shard], ids=["book", "book_in_shard"])
+@pytest.mark.parametrize(
+    "called", [operations.book, operations.book_in_shard], ids=["book", "book_in_shard"]
+)
 @pytest.mark.parametrize("kind", [plain, phased_outside])
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_a_view_knows_of_the_loss_in_an_operation_that_it_calls(
@@ -433,7 +452,7 @@ def test_an_error_that_a_view_makes_of_a_read_only_database_is_stored(
 
     def work(request: HttpRequest) -> HttpResponse:
         with suppress(Unavailable):
-            book_in_shard.once("inner", name="one")
+            operations.book_in_shard.once("inner", name="one")
         return HttpResponse(status=422)
 
     connections["shard_b"].close()
@@ -448,25 +467,52 @@ def test_an_error_that_a_view_makes_of_a_read_only_database_is_stored(
 def test_an_error_of_a_phase_in_another_thread_is_stored_after_an_earlier_loss(
     serve: Serve, sender: Sender
 ) -> None:
-    def store_error(key: Any) -> None:
-        with atomic_phase(key) as phase:
-            phase.set_response(HttpResponse(status=422))
-        connections.close_all()
-
-    @idempotent(recovery_points=[])
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        threads.submit(store_error, key).result()
-        return key.response()
-
+    serve(view=_in_a_thread(lambda: 422))
     _tenant("shard_b")
     cut_this_connection("shard_b")
     with pytest.raises(DatabaseError):
         _tenant("shard_b")
     drop_lost_connections()
-    serve(view=view)
-    with ThreadPoolExecutor(1) as threads:
-        assert sender.send().status_code == 422
+    assert sender.send().status_code == 422
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_phase_knows_of_the_loss_in_an_operation_that_its_thread_has_called(
+    serve: Serve, sender: Sender
+) -> None:
+    losses = [cut_this_connection]
+
+    def status() -> int:
+        _tenant("shard_b")
+        if losses:
+            losses.pop()("shard_b")
+        try:
+            operations.book.once("inner", name=_tenant("shard_b"))
+        except (DatabaseError, Unavailable):
+            with suppress(ValueError):
+                operations.note.once("another", name="one", fails="breaks")
+            return 400
+        return 422
+
+    serve(view=_in_a_thread(status))
+    assert [sender.send().status_code for _ in range(2)] == [503, 422]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_an_error_is_stored_after_an_operation_that_found_its_session_timed_out(
+    serve: Serve, sender: Sender
+) -> None:
+    """Each retry would meet the same limit."""
+
+    def work(request: HttpRequest) -> HttpResponse:
+        time_out_this_session("shard_b")
+        for _ in range(2):
+            with suppress(Unavailable):
+                operations.charge_in_shard.once("inner", name="one", cents=1)
+        return HttpResponse(status=422)
+
+    serve(view=plain(work))
+    assert sender.send().status_code == 422
 
 
 @pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
