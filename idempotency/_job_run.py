@@ -55,7 +55,7 @@ def job_run(
             if own:  # Otherwise the hooks belong to the transaction around this block.
                 _guard_hooks(name, job_id, alias)
     finally:
-        drop_lost_connections()  # The next job in this process must not find them.
+        drop_lost_connections()  # Otherwise the next job would fail on them.
 
 
 def is_uncounted(error: BaseException, using: str | None) -> bool:

@@ -17,6 +17,7 @@ from idempotency._engine.errors import (
     raise_writer_busy,
     retryable_failure,
     serialization_failed,
+    session_timed_out,
 )
 from idempotency._engine.events import about
 from idempotency.exceptions import Unavailable
@@ -75,9 +76,10 @@ class Attempts:
         return True
 
 
-def repeat(write: Callable[[], None]) -> None:
+def repeat(write: Callable[[], None], *, using: str) -> None:
     """Send one statement, and again after a serialization failure, which is possible at a high
-    default level."""
+    default level. Also send it again, on a new connection, if the server has ended the session at
+    ``idle_session_timeout``: slow code of the project would meet the limit in each retry."""
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
             time.sleep(_backoff_seconds(count))
@@ -85,7 +87,7 @@ def repeat(write: Callable[[], None]) -> None:
             return write()
         except Error as error:
             raise_writer_busy(error)
-            if not serialization_failed(error):
+            if not (serialization_failed(error) or session_timed_out(error, using)):
                 raise
     raise conflict()
 

@@ -217,7 +217,8 @@ def _parse(
 
 def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, using: str) -> None:
     """Raise the error of a claim statement, unless another claim won under a high level of
-    isolation. After a lost connection or standby, release the claim: it may have been committed."""
+    isolation. After a lost connection or standby, release the claim: it may have been committed. A
+    session that timed out is marked first, so that no outer run counts it as lost."""
     if errors.serialization_failed(error) and not connections[using].in_atomic_block:
         return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None

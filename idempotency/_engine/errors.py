@@ -131,8 +131,8 @@ def connection_lost(error: BaseException, using: str) -> bool:
 
 
 def session_timed_out(error: BaseException, using: str) -> bool:
-    """Return whether the server has ended an idle session at ``idle_session_timeout``; if so, drop
-    the connection."""
+    """Return whether the server has ended the session at ``idle_session_timeout``. If so, mark the
+    session, so that no run counts it as lost, and close the connection."""
     timed_out = isinstance(error, Error) and sqlstate_of(error) == _IDLE_SESSION
     if timed_out and (session := connections[using].connection) is not None:
         setattr(session, TIMED_OUT, True)
@@ -181,14 +181,16 @@ def broken_connections() -> list[Any]:
     return [each for each in initialized if getattr(each.connection, "broken", False)]
 
 
-def last_loss() -> float:
-    """Return when this app last closed a lost connection in this thread."""
-    return getattr(_this_thread, "last_loss", 0.0)
+def last_loss_time() -> float:
+    """Return when this app last closed a lost connection in this thread, on the monotonic clock; 0
+    if it closed none. A session that is marked as timed out does not count."""
+    return getattr(_this_thread, "last_loss_time", 0.0)
 
 
 def drop_lost_connections() -> None:
-    """Close the connections of this thread that were lost, for a caller that may close none. Leave
-    those without autocommit to the owner of the transaction."""
+    """Close the lost connections of this thread. In a task or thread there is no end of a request,
+    at which Django would close them. A connection without autocommit is left to the owner of its
+    transaction."""
     for connection in broken_connections():
         if connection.autocommit:
             drop_connection(connection)
@@ -209,7 +211,7 @@ def drop_connection(connection: BaseDatabaseWrapper) -> None:
         return
     if connection.vendor == "postgresql" and (own := connection.connection) is not None:
         if own.broken and not hasattr(own, TIMED_OUT):
-            _this_thread.last_loss = time.monotonic()
+            _this_thread.last_loss_time = time.monotonic()
         # Otherwise Django's pool would reuse it; close() may return it there.
         own.pgconn.finish()
     connection.close()

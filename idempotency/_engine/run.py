@@ -18,7 +18,7 @@ from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import ClaimOutcome
-from idempotency._engine.errors import drop_connection, retryable_failure
+from idempotency._engine.errors import drop_connection, retryable_failure, session_timed_out
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.phased_run import PhasedRun
@@ -206,13 +206,15 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         case _ if is_definitive and not run.work.by_completer:
             run.sessions.require_all(status=result.code, cause=result.cause)
             stored = run.work.stored(result.value)
-            repeat(partial(fence.finish, key, stored, using=using, untouched=True))
+            finish = partial(fence.finish, key, stored, using=using, untouched=True)
+            repeat(finish, using=using)
             run.note_finished(result)
             with run.work.bind(run):
                 events.emit(signals.key_finished, key, run.work.request)
         case _ if result.is_refusal and not run.work.by_completer:
             run.sessions.require_all(status=result.code, cause=result.cause)
-            repeat(partial(fence.refuse, key, _description(run, result), using=using))
+            refuse = partial(fence.refuse, key, _description(run, result), using=using)
+            repeat(refuse, using=using)
         case _:
             _release(key, _description(run, result), using=using)
     return result
@@ -269,6 +271,7 @@ def _release(key: ClaimedKey, error: str, *, using: str) -> None:
             fence.release(key, error, using=using)
             return
         except Error as failure:
+            session_timed_out(failure, using)
             drop_connection(connections[using])
             if attempt == 1 and not isinstance(failure, NotReplicated):
                 continue
@@ -287,7 +290,8 @@ def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
     key, before = run.key, run.key.stuck_code
     try:
         fence.mark_stuck(key, code, reason, using=run.using)
-    except Error:
+    except Error as failure:
+        session_timed_out(failure, run.using)
         drop_connection(connections[run.using])
         fence.mark_stuck(key, code, reason, using=run.using)
     if before != key.stuck_code:

@@ -3,8 +3,8 @@
 A middleware may have set up a session: a search path, the tenant of row policies, a role. After a
 loss Django may open a new connection, which has nothing of this. The run does not continue on it; a
 retry of the client may. A run continues after its session was closed by the project, or ended by
-the server at ``idle_session_timeout`` before a phase or call, because a retry would meet the same
-limit.
+the server at ``idle_session_timeout`` before a phase, call or operation, because a retry would meet
+the same limit.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any
 
 from django.db import connections
 
-from idempotency._engine.errors import TIMED_OUT, SessionLost, broken_connections, last_loss
+from idempotency._engine.errors import TIMED_OUT, SessionLost, broken_connections, last_loss_time
 
 
 class Sessions:
@@ -21,7 +21,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._noted: list[Any] = []
-        #: When sessions were noted first, which is after the claim.
+        #: The time of the first ``note()``, after the claim. Earlier losses do not count.
         self._begun = 0.0
 
     @property
@@ -30,14 +30,15 @@ class Sessions:
         return not all(hasattr(own, TIMED_OUT) for own in lost)
 
     def require_all(self, *, status: int = 0, cause: Exception | None = None) -> None:
-        """Raise SessionLost, from ``cause``, if one was lost. Call it in the session that the run
-        will use: Django may replace a lost one until BEGIN. Before an error with this ``status`` is
-        stored, a session that the work itself has opened counts too: its loss may be the reason.
-        Such a session is unknown if Django has replaced it at the end of ``atomic()``."""
-        closed = status >= 400 and last_loss() > self._begun
+        """Raise SessionLost, from ``cause``, if a noted session was lost. Call it in the session
+        that the run will use: Django may replace a lost one until BEGIN. With a ``status`` from
+        400, also raise it if this thread has a broken connection, or if this app has closed one
+        since the run began: the loss may be the reason for the error. A connection that Django has
+        replaced at the end of ``atomic()`` is not known."""
+        lost_since = status >= 400 and last_loss_time() > self._begun
         if status >= 400:
             self._noted += [connection.connection for connection in broken_connections()]
-        if closed or (self._noted and self.is_one_lost):
+        if lost_since or (self._noted and self.is_one_lost):
             raise SessionLost from cause
 
     def note(self) -> None:

@@ -147,7 +147,8 @@ class OperationWork:
                         "A hook of transaction.on_commit() raised Rejected after the step before"
                         f" {run.key.recovery_point!r} was committed."
                     ) from why
-                run.sessions.require_all(status=422, cause=why)  # It may be the reason.
+                # A lost session may be the reason for the refusal.
+                run.sessions.require_all(status=422, cause=why)
                 self._refuse_what_stays(point, why)
                 self._commit(run, partial(self._end_refused, point, why))
         return self.outcome(run.result())

@@ -1,5 +1,5 @@
-"""The connection to another database than that of the key is lost, in a process that never closes
-one: the next call does not meet it."""
+"""A process that never closes connections loses the connection to a second database: only the
+first call fails."""
 
 import contextvars
 from collections.abc import Callable

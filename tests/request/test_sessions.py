@@ -19,7 +19,7 @@ from idempotency._engine import calls as calls_of_keys
 from idempotency._engine.errors import drop_lost_connections
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
-from idempotency.exceptions import Unavailable
+from idempotency.exceptions import Unavailable, Unfinished
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.operations import Operation, Rejected
 from idempotency.phases import atomic_phase
@@ -498,20 +498,46 @@ def test_a_phase_knows_of_the_loss_in_an_operation_that_its_thread_has_called(
     assert [sender.send().status_code for _ in range(2)] == [503, 422]
 
 
+@pytest.mark.parametrize("error", [TimeoutError, Unavailable, None])
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_an_error_is_stored_after_an_operation_that_found_its_session_timed_out(
-    serve: Serve, sender: Sender
+def test_an_error_is_stored_after_an_operation_whose_session_timed_out(
+    error: type[Exception] | None, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each retry would meet the same limit."""
+    bank = operations.Bank()
+    monkeypatch.setattr(operations, "bank", bank)
+    raised: list[type[Exception]] = []
+
+    def time_out_during_call() -> None:
+        time_out_this_session("shard_b")
+        if error is not None:
+            raise error
 
     def work(request: HttpRequest) -> HttpResponse:
-        time_out_this_session("shard_b")
+        if error is None:
+            time_out_this_session("shard_b")  # The claim finds it.
+        else:
+            bank.before = time_out_during_call
         for _ in range(2):
-            with suppress(Unavailable):
+            try:
                 operations.charge_in_shard.once("inner", name="one", cents=1)
+            except (TimeoutError, Unavailable, Unfinished) as failure:
+                raised.append(type(failure))
         return HttpResponse(status=422)
 
     serve(view=plain(work))
+    assert sender.send().status_code == 422
+    assert (raised[0] is Unavailable) == (error is not TimeoutError)
+
+
+def test_an_error_is_stored_after_slow_code_before_the_first_phase(
+    serve: Serve, sender: Sender
+) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        time_out_this_session()
+        return HttpResponse(status=422)
+
+    serve(view=phased_outside(work))
     assert sender.send().status_code == 422
 
 
