@@ -6,21 +6,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from django.db import Error
 
 from idempotency import conf
+from idempotency._engine import errors
 from idempotency._engine.adapter import Run
-from idempotency._engine.errors import (
-    raise_writer_busy,
-    retryable_failure,
-    serialization_failed,
-    session_timed_out,
-)
 from idempotency._engine.events import about
-from idempotency.exceptions import Unavailable
+from idempotency.exceptions import LockLost, Unavailable
 
 logger = logging.getLogger("idempotency")
 
@@ -58,7 +54,7 @@ class Attempts:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         run = self._run
         failure = (
-            retryable_failure(error, run.level, using=run.using)
+            errors.retryable_failure(error, run.level, using=run.using)
             if isinstance(error, Exception)
             else None
         )
@@ -86,8 +82,13 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
         try:
             return write()
         except Error as error:
-            raise_writer_busy(error)
-            if not (serialization_failed(error) or session_timed_out(error, using)):
+            errors.raise_writer_busy(error)
+            if errors.session_timed_out(error, using):
+                # A session without the search path of a middleware may not find the key.
+                with suppress(Error, LockLost):
+                    return write()
+                raise
+            if not errors.serialization_failed(error):
                 raise
     raise conflict()
 

@@ -40,7 +40,7 @@ from idempotency.exceptions import (
     StuckCode,
 )
 
-_value = attrgetter("scope", "idempotency_key")
+_value = attrgetter("scope", "idempotency_key", "seed")
 
 
 def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:

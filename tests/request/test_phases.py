@@ -759,17 +759,19 @@ def test_a_key_is_finished_when_it_is_said_so(serve: Any, sender: Sender) -> Non
     assert told == ["finished"]
 
 
+@pytest.mark.parametrize("copied", [(), ("scope", "idempotency_key")])
 def test_a_run_whose_key_was_lost_does_not_answer_with_another_one_that_has_its_id(
-    serve: Any, sender: Sender
+    copied: tuple[str, ...], serve: Any, sender: Sender
 ) -> None:
     """After a failover the sequence may restart earlier. Behind a pooler, the run continues on the
-    new primary."""
+    new primary. In the table of another tenant, a new session may find a key of the same text."""
     lost: list[Any] = []
 
     def fail_over() -> None:
-        lost.append(IdempotencyKey.objects.get().pk)
+        own = IdempotencyKey.objects.get()
         IdempotencyKey.objects.all().delete()
-        IdempotencyKeyFactory(pk=lost[0], finished=True)
+        values = {name: getattr(own, name) for name in copied}
+        lost.append(IdempotencyKeyFactory(pk=own.pk, finished=True, **values).pk)
 
     serve(view=two_phases(fail_over))
     answer = sender.send()

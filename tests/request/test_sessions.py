@@ -541,6 +541,26 @@ def test_an_error_is_stored_after_slow_code_before_the_first_phase(
     assert sender.send().status_code == 422
 
 
+def test_a_new_session_that_does_not_find_the_key_counts_as_a_loss(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client does not get the error of the missing table."""
+
+    def work(request: HttpRequest) -> HttpResponse:
+        time_out_this_session()
+        monkeypatch.setitem(
+            connection.settings_dict["OPTIONS"], "options", "-c search_path=nowhere"
+        )
+        return HttpResponse(status=422)
+
+    serve(view=phased_outside(work))
+    try:
+        assert sender.send().status_code == 503
+    finally:
+        monkeypatch.undo()
+        connection.close()
+
+
 @pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
 def test_the_result_of_a_call_is_more_important_than_the_session(
     seconds: float,
