@@ -249,10 +249,18 @@ def test_a_database_that_is_lost_as_a_run_resumes_is_unavailable(
 
 
 @pytest.mark.postgres
-def test_a_database_that_is_lost_before_the_first_effect_is_no_refusal() -> None:
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT pg_terminate_backend(pg_backend_pid())",
+        "DO $$ BEGIN RAISE EXCEPTION 'disk full' USING ERRCODE = '53100'; END $$",
+    ],
+    ids=["lost", "disk full"],
+)
+def test_a_database_that_fails_before_the_first_effect_is_no_refusal(statement: str) -> None:
     def lose(**kwargs: Any) -> None:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+            cursor.execute(statement)
 
     with on_save(lose), pytest.raises(Unavailable) as caught:
         pay.once("key", name="one", cents=1)
