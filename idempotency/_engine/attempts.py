@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ from idempotency import conf
 from idempotency._engine import errors
 from idempotency._engine.adapter import Run
 from idempotency._engine.events import about
-from idempotency.exceptions import LockLost, Unavailable
+from idempotency.exceptions import NotReplicated, Unavailable
 
 logger = logging.getLogger("idempotency")
 
@@ -76,21 +75,23 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
     """Send one statement, and again after a serialization failure, which is possible at a high
     default level. Also send it again, on a new connection, if the server has ended the session at
     ``idle_session_timeout``: slow code of the project would meet the limit in each retry."""
+    timed_out: Error | None = None
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
             time.sleep(_backoff_seconds(count))
         try:
             return write()
+        except NotReplicated:
+            raise
         except Error as error:
             errors.raise_writer_busy(error)
             if errors.session_timed_out(error, using):
-                # A session without the search path of a middleware may not find the key.
-                with suppress(Error, LockLost):
-                    return write()
-                raise
-            if not errors.serialization_failed(error):
-                raise
-    raise conflict()
+                timed_out = error
+            elif not errors.serialization_failed(error):
+                if timed_out is None:
+                    raise
+                break  # Without the search path of a middleware, it may not find the key.
+    raise timed_out or conflict()
 
 
 def _backoff_seconds(attempt: int) -> float:
