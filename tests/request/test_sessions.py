@@ -23,12 +23,13 @@ from idempotency.exceptions import Unavailable, Unfinished
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.operations import Operation, Rejected
 from idempotency.phases import atomic_phase
+from idempotency.testing import age
 from tests import operations
 from tests.kit.ageing import abandon
 from tests.kit.duplicates import waiting_requests
 from tests.kit.outages import cut_this_connection, time_out_this_session
 from tests.kit.serving import Sender, View, another_client
-from tests.kit.threads import Gate, in_background
+from tests.kit.threads import Gate, elsewhere, in_background
 from tests.kit.views import both_kinds, phased, phased_outside, plain
 from tests.kit.waiting import eventually
 from tests.models import Entry
@@ -539,6 +540,23 @@ def test_an_error_is_stored_after_slow_code_before_the_first_phase(
 
     serve(view=phased_outside(work))
     assert sender.send().status_code == 422
+
+
+def test_a_run_whose_session_timed_out_returns_the_response_of_the_run_that_took_over(
+    serve: Serve, sender: Sender
+) -> None:
+    statuses = [404, 422]
+
+    def work(request: HttpRequest) -> HttpResponse:
+        status = statuses.pop()
+        if statuses:
+            age(IdempotencyKey.objects.get(), seconds=91)
+            assert elsewhere(another_client(sender).send).status_code == 404
+            time_out_this_session()
+        return HttpResponse(status=status)
+
+    serve(view=phased_outside(work))
+    assert sender.send().status_code == 404
 
 
 def test_a_new_session_that_does_not_find_the_key_counts_as_a_loss(
