@@ -39,7 +39,7 @@ def test_a_statement_is_repeated_as_often_as_the_setting_says(
 
     monkeypatch.setattr(attempts, "_backoff_seconds", wait)
     with pytest.raises(Unavailable) as caught:
-        attempts.repeat(write)
+        attempts.repeat(write, using="default")
     assert caught.value.code == "conflict"
     assert course == ["write", 1, "write", 2, "write"]
 

@@ -19,7 +19,7 @@ from idempotency._engine import calls as calls_of_keys
 from idempotency._engine.errors import drop_lost_connections
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
-from idempotency.exceptions import Unavailable, Unfinished
+from idempotency.exceptions import InterventionRequired, KeyStuck, Unavailable, Unfinished
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.operations import Operation, Rejected
 from idempotency.phases import atomic_phase
@@ -499,10 +499,22 @@ def test_a_phase_knows_of_the_loss_in_an_operation_that_its_thread_has_called(
     assert [sender.send().status_code for _ in range(2)] == [503, 422]
 
 
-@pytest.mark.parametrize("error", [TimeoutError, Unavailable, None])
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        (TimeoutError, Unfinished),
+        (Unavailable, Unavailable),
+        (KeyStuck, InterventionRequired),
+        (None, Unavailable),
+    ],
+)
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_an_error_is_stored_after_an_operation_whose_session_timed_out(
-    error: type[Exception] | None, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception] | None,
+    first: type[Exception],
+    serve: Serve,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each retry would meet the same limit."""
     bank = operations.Bank()
@@ -522,13 +534,13 @@ def test_an_error_is_stored_after_an_operation_whose_session_timed_out(
         for _ in range(2):
             try:
                 operations.charge_in_shard.once("inner", name="one", cents=1)
-            except (TimeoutError, Unavailable, Unfinished) as failure:
+            except (Unavailable, Unfinished, InterventionRequired) as failure:
                 raised.append(type(failure))
         return HttpResponse(status=422)
 
     serve(view=plain(work))
     assert sender.send().status_code == 422
-    assert (raised[0] is Unavailable) == (error is not TimeoutError)
+    assert raised[0] is first
 
 
 def test_an_error_is_stored_after_slow_code_before_the_first_phase(
