@@ -392,6 +392,35 @@ def test_no_phase_runs_in_a_new_session_of_a_database_that_a_receiver_has_opened
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_phase_that_has_lost_a_session_of_another_database_commits_nothing(
+    serve: Serve, sender: Sender
+) -> None:
+    """The view has opened the session before the phase."""
+    losses = [_lose_shard_in_transaction]
+
+    @idempotent(recovery_points=["between"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        _set_tenant_of_shard(request)
+        for point in key.phases():
+            with atomic_phase(key) as phase:
+                Entry.objects.create(name=point)
+                if losses:
+                    losses.pop()()
+                if point == "between":
+                    phase.set_response(HttpResponse(status=201))
+                else:
+                    phase.set_recovery_point("between")
+        return key.response()
+
+    connections["shard_b"].close()
+    serve(view=view)
+    assert sender.send().status_code == 503
+    assert not Entry.objects.exists()
+    assert sender.send().status_code == 201
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_a_view_continues_after_an_operation_that_another_database_has_refused(
     serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
