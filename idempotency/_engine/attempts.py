@@ -90,7 +90,8 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
             elif not errors.serialization_failed(error):
                 if timed_out is None:
                     raise
-                break  # Without the search path of a middleware, it may not find the key.
+                # The new session may not find the key without the search path of a middleware.
+                break
     raise timed_out or conflict()
 
 

@@ -149,7 +149,7 @@ def _call_job(job: str, given: dict[str, Any], using: str | None = None) -> obje
         _in_a_task,
     ],
 )
-def test_only_the_call_that_loses_it_fails(
+def test_only_the_first_call_fails(
     call: Callable[[str, operations.Bank], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank = operations.Bank()
@@ -165,8 +165,8 @@ def test_only_the_call_that_loses_it_fails(
     assert call("two", bank) == "two"
 
 
-def test_a_thread_of_a_view_does_not_keep_it(serve: Callable[..., None], sender: Sender) -> None:
-    """It has connections of its own, and the key of the view in its context."""
+def test_a_thread_of_a_view_fails_only_once(serve: Callable[..., None], sender: Sender) -> None:
+    """The thread has its own connections, and the key of the view in its context."""
 
     @idempotent()
     async def view(request: HttpRequest) -> HttpResponse:
@@ -186,7 +186,7 @@ def test_a_thread_of_a_view_does_not_keep_it(serve: Callable[..., None], sender:
             threads.submit(connections.close_all).result()
 
 
-def test_a_task_that_a_view_has_left_behind_does_not_keep_it(
+def test_a_task_that_a_view_has_left_behind_fails_only_once(
     serve: Callable[..., None], sender: Sender
 ) -> None:
     contexts: list[contextvars.Context] = []
