@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rides_demo.processes.embedded import postgres_url
+from rides_demo.processes.process import ProcessError
 from tests.failover import results
 from tests.failover.configurations import CONFIGURATIONS, Configuration
 from tests.failover.events import EVENTS, Event
@@ -81,7 +82,7 @@ def main() -> int:
         for configuration in CONFIGURATIONS:
             if re.search(options.configurations, configuration.name):
                 run.play(configuration)
-    except (AssertionError, TimeoutError) as error:
+    except (AssertionError, ProcessError, TimeoutError) as error:
         failures.append(f"The run ended early: {error}")
     cells = [cell for cell in run.cells if cell.rounds]
     print(f"\n{results.table(cells)}\n")

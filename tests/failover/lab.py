@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 
 from rides_demo.processes.embedded import socket_folder
 from rides_demo.processes.ports import free_port
-from rides_demo.processes.process import Process
+from rides_demo.processes.process import Process, ProcessError
 from tests.failover.clients import post
 from tests.failover.configurations import Configuration
 from tests.failover.pair import Pair
@@ -120,6 +120,12 @@ class Lab:
     def _stop(self) -> None:
         while self._processes:
             self._processes.pop().kill()
+
+    def require_running(self) -> None:
+        """Raise ProcessError if the service or its loops have ended; no event may end them."""
+        for process in self._processes:
+            if not process.running:
+                raise ProcessError(process.why_not_started())
 
     def move_address(self) -> None:
         """Point the address to the primary, and close all connections through it."""

@@ -89,6 +89,7 @@ def _done_at(lab: Lab, name: str) -> dict[str, float]:
     ends = time.monotonic() + LOOPS_LIMIT_SECONDS
     with lab.database():
         while len(done) < len(LOOPS) and time.monotonic() < ends:
+            lab.require_running()
             left = _work_left(name)
             done |= {
                 loop: time.monotonic() for loop in LOOPS if loop not in left and loop not in done
