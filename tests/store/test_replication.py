@@ -36,7 +36,7 @@ from tests.kit.loops import lines, looping
 from tests.kit.outages import time_out_this_session
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, background, elsewhere
-from tests.kit.views import Counted, both_kinds, plain, texting, two_phases
+from tests.kit.views import Counted, both_kinds, phased_outside, plain, texting, two_phases
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
@@ -65,6 +65,28 @@ def execute() -> Iterator[Callable[[str], None]]:
 
     yield run
     connection.close()
+
+
+@pytest.fixture
+def cancelled_waits(
+    execute: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], None]]:
+    """Return a function that cancels the wait of each commit with a change: PostgreSQL reports it
+    with a warning, which a trigger sends here."""
+
+    def cancel(change: str) -> None:
+        execute(
+            f"CREATE CONSTRAINT TRIGGER warn AFTER {change} DEFERRABLE"
+            " INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION warn()"
+        )
+
+    monkeypatch.setattr(replication, "_WAIT", "exec_stmt_raise")
+    execute(
+        "CREATE FUNCTION warn() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE WARNING"
+        " 'cancelled'; RETURN NULL; END $$"
+    )
+    yield cancel
+    execute("DROP FUNCTION warn CASCADE")
 
 
 #: The jobs that the backend of these tests has received.
@@ -201,6 +223,19 @@ def test_a_phase_on_a_new_connection_is_confirmed(
     assert sender.send(key="key-2").status_code == 201
 
 
+def test_an_error_whose_commit_on_a_new_connection_did_not_wait_is_a_503(
+    serve: Serve, sender: Sender, confirm: Any, cancelled_waits: Any
+) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        time_out_this_session()
+        return HttpResponse(status=422)
+
+    serve(view=phased_outside(work))
+    confirm(True)
+    cancelled_waits("UPDATE OF response_code ON idempotency_idempotencykey")
+    assert is_unconfirmed(sender.send())
+
+
 # The settings of the server
 
 
@@ -335,25 +370,12 @@ def test_the_completer_stops_its_pass_and_leaves_no_key_locked(
 
 
 def test_an_effect_whose_commit_did_not_wait_for_the_standby_is_not_reported(
-    confirm: Any, execute: Any, monkeypatch: pytest.MonkeyPatch
+    confirm: Any, cancelled_waits: Any
 ) -> None:
-    """PostgreSQL reports a cancelled wait with a warning at COMMIT; in this test a trigger sends
-    the warning."""
     confirm(True)
-    monkeypatch.setattr(replication, "_WAIT", "exec_stmt_raise")
-    execute(
-        "CREATE FUNCTION warn() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE WARNING"
-        " 'cancelled'; RETURN NULL; END $$"
-    )
-    execute(
-        "CREATE CONSTRAINT TRIGGER warn AFTER INSERT ON idempotency_processedmessage DEFERRABLE"
-        " INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION warn()"
-    )
-    try:
-        with pytest.raises(NotReplicated, match="cancelled"), process_once("stripe", "evt_1"):
-            pass
-    finally:
-        execute("DROP FUNCTION warn CASCADE")
+    cancelled_waits("INSERT ON idempotency_processedmessage")
+    with pytest.raises(NotReplicated, match="cancelled"), process_once("stripe", "evt_1"):
+        pass
     assert ProcessedMessage.objects.count() == 1
 
 
