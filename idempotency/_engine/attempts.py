@@ -75,7 +75,7 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
     """Send one statement, and again after a serialization failure, which is possible at a high
     default level. Also send it again, on a new connection, if the server has ended the session at
     ``idle_session_timeout``: slow code of the project would meet the limit in each retry."""
-    timed_out: Error | None = None
+    timed_out = False
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
             time.sleep(_backoff_seconds(count))
@@ -86,13 +86,13 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
         except Error as error:
             errors.raise_writer_busy(error)
             if errors.session_timed_out(error, using):
-                timed_out = error
+                timed_out = True
             elif not errors.serialization_failed(error):
-                if timed_out is None:
+                if not timed_out:
                     raise
                 # The new session may not find the key without the search path of a middleware.
                 break
-    raise timed_out or conflict()
+    raise Unavailable(code="database_unavailable") if timed_out else conflict()
 
 
 def _backoff_seconds(attempt: int) -> float:

@@ -290,6 +290,8 @@ def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
     key, before = run.key, run.key.stuck_code
     try:
         fence.mark_stuck(key, code, reason, using=run.using)
+    except NotReplicated:  # A second write could wait without end for the standby.
+        raise
     except Error as failure:
         session_timed_out(failure, run.using)
         drop_connection(connections[run.using])

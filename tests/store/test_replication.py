@@ -24,7 +24,7 @@ from idempotency._engine.attempts import waiting_slots
 from idempotency.backends import BrokerUnavailable, OneByOne
 from idempotency.completer import complete_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
-from idempotency.exceptions import NotReplicated
+from idempotency.exceptions import KeyStuck, NotReplicated
 from idempotency.inbox import STAGED_JOBS, process_once, took_effect
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring.doctor import diagnose
@@ -234,6 +234,20 @@ def test_an_error_whose_commit_on_a_new_connection_did_not_wait_is_a_503(
     confirm(True)
     cancelled_waits("UPDATE OF response_code ON idempotency_idempotencykey")
     assert is_unconfirmed(sender.send())
+
+
+def test_a_key_is_marked_as_stuck_once_if_the_commit_did_not_wait(
+    serve: Serve, sender: Sender, confirm: Any, cancelled_waits: Any
+) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        raise KeyStuck("on purpose")
+
+    serve(view=phased_outside(work))
+    confirm(True)
+    cancelled_waits("UPDATE OF stuck_code ON idempotency_idempotencykey")
+    assert is_unconfirmed(sender.send())
+    key = IdempotencyKey.objects.get()
+    assert [event["event"] for event in key.history].count("stuck") == 1
 
 
 # The settings of the server
