@@ -85,13 +85,10 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
             raise
         except Error as error:
             errors.raise_writer_busy(error)
-            if errors.session_timed_out(error, using):
-                timed_out = True
-            elif not errors.serialization_failed(error):
-                if not timed_out:
-                    raise
-                # The new session may not find the key without the search path of a middleware.
-                break
+            timed_out |= errors.session_timed_out(error, using)
+            # Without the search path of a middleware, the new session may not find the key.
+            if not (timed_out or errors.serialization_failed(error)):
+                raise
     raise Unavailable(code="database_unavailable") if timed_out else conflict()
 
 
