@@ -252,6 +252,24 @@ def test_what_a_view_does_has_the_same_result(
             assert sender.send(key=f"key-{number}")["Idempotent-Replayed"] == "true"
 
 
+@pytest.mark.parametrize(
+    ("threshold", "names"), [(None, [0, 0, 0, 0]), (0, [2, 2, 2, 2]), (2, [0, 0, 2, 2])]
+)
+def test_a_statement_is_prepared_after_the_uses_that_the_connection_names(
+    threshold: int | None, names: list[int], serve: Serve, sender: Sender
+) -> None:
+    connection.close()
+    connection.ensure_connection()
+    connection.connection.prepare_threshold = threshold
+    serve(view=plain(Counted()))
+    found = []
+    for number in range(4):
+        sender.send(key=f"key-{number}")
+        found.append(len(vars(connection.connection)["_idempotency_prepared"].names))
+    connection.close()
+    assert found == names
+
+
 @both_kinds
 def test_statements_that_the_server_has_lost_are_prepared_again(
     kind: Kind, serve: Serve, sender: Sender
