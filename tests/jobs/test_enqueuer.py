@@ -255,6 +255,36 @@ def test_a_slow_queue_does_not_delay_the_jobs_of_others(settings, monkeypatch):
     assert TAKEN.index("payments") == 1
 
 
+def test_after_a_small_batch_the_number_of_jobs_of_a_batch_doubles(monkeypatch):
+    offered = []
+
+    class Taking:
+        def hand_over(self, queue, jobs):
+            offered.append(len(jobs))
+            return {}
+
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: Taking())
+    monkeypatch.setitem(enqueuer._sizes, "default", 1)
+    stage(12)
+    assert enqueue_once(batch_size=5) == EnqueuePass(handed_over=12)
+    assert offered == [1, 2, 4, 5]
+
+
+def test_the_first_error_of_a_broker_that_is_unavailable_is_reported(monkeypatch):
+    offered = []
+
+    class Away:
+        def hand_over(self, queue, jobs):
+            offered.extend(jobs)
+            return {job.pk: BrokerUnavailable(f"{job.pk} is refused") for job in jobs}
+
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: Away())
+    stage(2)
+    with pytest.raises(BrokerUnavailable) as raised:
+        enqueue_once()
+    assert f"{offered[0].pk} is refused" in str(raised.value)
+
+
 class Clock:
     """A clock that only the slow backend moves."""
 
