@@ -268,6 +268,10 @@ def test_after_a_small_batch_the_number_of_jobs_of_a_batch_doubles(monkeypatch):
     stage(12)
     assert enqueue_once(batch_size=5) == EnqueuePass(handed_over=12)
     assert offered == [1, 2, 4, 5]
+    for count in (1, 7):
+        stage(count)
+        assert enqueue_once(batch_size=5) == EnqueuePass(handed_over=count)
+    assert offered[4:] == [1, 5, 2], "a batch that takes all due jobs is not a small one"
 
 
 def test_the_first_error_of_a_broker_that_is_unavailable_is_reported(monkeypatch):

@@ -228,16 +228,26 @@ class Bulk:
 sizes: list[int] = []
 
 
+@pytest.mark.parametrize(
+    ("turn_seconds", "last_turn", "jobs", "claims"),
+    [(0.2, 0, 18, [10, 5, 2, 1]), (0.2, 1, 3, [1, 1, 1]), (5, 0, 40, [10, 20, 10])],
+)
 def test_claims_do_not_grow_beyond_a_turn(
-    monkeypatch: pytest.MonkeyPatch, settings: Settings
+    turn_seconds: float,
+    last_turn: int,
+    jobs: int,
+    claims: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Settings,
 ) -> None:
     """Otherwise a call would last longer than the lease in the end."""
     sizes.clear()
-    monkeypatch.setattr(_batch, "TURN_SECONDS", 0.2)
+    _batch.claim_sizes["default", "slow"] = last_turn
+    monkeypatch.setattr(_batch, "TURN_SECONDS", turn_seconds)
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Bulk"}}
-    stage(*(f"job {number}" for number in range(18)))
-    assert enqueue_once() == EnqueuePass(handed_over=18)
-    assert sizes[:3] == [10, 5, 2]
+    stage(*(f"job {number}" for number in range(jobs)), queue="slow")
+    assert enqueue_once() == EnqueuePass(handed_over=jobs)
+    assert sizes == claims
 
 
 def test_a_long_backlog_of_a_slow_queue_does_not_make_the_batches_of_others_small() -> None:
@@ -419,7 +429,15 @@ def test_a_job_that_cannot_be_released_is_not_taken_for_one_that_the_service_has
     assert (sent, left()) == (["a", "a"], {})
 
 
-@pytest.mark.parametrize("seconds", [0, -1, "60", 1e300])
+@pytest.mark.parametrize("seconds", [1, 86_400])
+def test_the_limits_of_a_lease_are_valid(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idempotency._hand_over._built", {})
+    monkeypatch.setattr(send, "lease_seconds", seconds)
+    stage("a")
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 86_401, "60", 1e300])
 def test_an_invalid_lease_refuses_jobs(seconds: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("idempotency._hand_over._built", {})
     monkeypatch.setattr(send, "lease_seconds", seconds)
