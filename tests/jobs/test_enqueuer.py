@@ -8,7 +8,7 @@ import sqlite3
 import time
 from asyncio import CancelledError
 from base64 import b64encode
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
@@ -287,6 +287,21 @@ def test_the_first_error_of_a_broker_that_is_unavailable_is_reported(monkeypatch
     with pytest.raises(BrokerUnavailable) as raised:
         enqueue_once()
     assert f"{offered[0].pk} is refused" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "jobs", "offered"),
+    [(BrokerUnavailable("away"), 4, [4, 1, 1]), (RuntimeError("on purpose"), 1, [1])],
+)
+def test_how_often_jobs_are_offered_to_a_backend_that_takes_none(error, jobs, offered, monkeypatch):
+    broker = Broker(error)
+    monkeypatch.setattr(broker, "several", error)
+    monkeypatch.setattr(backends, "MOST_UNAVAILABLE", 3)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
+    stage(jobs)
+    with suppress(BrokerUnavailable):
+        enqueue_once()
+    assert [number for _, number, _ in broker.offers] == offered
 
 
 class Clock:
@@ -574,6 +589,7 @@ class Broker:
 
     def __init__(self, error=None):
         self.error, self.offers = error, []
+        self.several = RuntimeError("one of them is no job")
 
     def hand_over(self, queue, jobs):
         committed = (
@@ -581,7 +597,7 @@ class Broker:
         )
         self.offers.append((queue, len(jobs), committed))
         if len(jobs) > 1:
-            raise RuntimeError("one of them is no job")
+            raise self.several
         if self.error:
             raise self.error
         return {}

@@ -11,6 +11,7 @@ from django.core.management import call_command
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.db.models import F
 from django.db.models.functions import Now
+from django.utils import timezone
 from pytest_django import Settings
 
 from idempotency._batch import due
@@ -103,6 +104,14 @@ def test_a_job_waits_until_the_one_before_it_in_its_group_took_effect() -> None:
     work("a2", "b1")
     assert taken() == ["a3"]
     assert (effects, StagedJob.objects.get().job_args["name"]) == (["a1", "a2", "b1"], "a3")
+
+
+@pytest.mark.parametrize(("passed", "wait"), [(0.5, 1), (5, 4), (100, 30)])
+def test_the_inbox_is_checked_after_waits_that_double(passed: float, wait: int) -> None:
+    stage("a1", "a")
+    assert (taken(), taken(passed)) == (["a1"], [])
+    left = (StagedJob.objects.get().run_at - timezone.now()).total_seconds()
+    assert wait - 0.45 < left <= wait
 
 
 def test_a_backend_without_an_inbox_keeps_the_order_of_hand_overs(

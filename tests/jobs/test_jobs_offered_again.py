@@ -113,6 +113,13 @@ def test_a_job_that_waits_for_its_next_look_is_remembered_however_long() -> None
     assert forget() == ReapPass(messages=2)
 
 
+def test_a_job_is_offered_again_after_waits_that_double() -> None:
+    job = StagedJobFactory(hand_overs=3)
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    job.refresh_from_db()
+    assert 200 < (job.run_at - timezone.now()).total_seconds() <= 240
+
+
 def test_a_backend_of_whole_batches_follows_up_like_any_other(settings: Settings) -> None:
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ForgetfulBatches"}}
     StagedJobFactory.create_batch(3)

@@ -22,6 +22,7 @@ from idempotency.enqueuer import EnqueuePass, backlog, enqueue_once
 from idempotency.jobs import stage_job
 from idempotency.models import StagedJob
 from tests.kit.ageing import ago
+from tests.kit.outages import cut_this_connection
 from tests.kit.threads import Gate, elsewhere, in_background
 from tests.models import Entry
 
@@ -427,6 +428,28 @@ def test_a_job_that_cannot_be_released_is_not_taken_for_one_that_the_service_has
     StagedJob.objects.update(run_at=ago(seconds=1))
     assert enqueue_once() == EnqueuePass(handed_over=1)
     assert (sent, left()) == (["a", "a"], {})
+
+
+class Cut:
+    """A backend that sends all jobs of a claim in one call, and then loses the connection."""
+
+    lease_seconds = 60
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, None]:
+        sent.extend(job.job_args["name"] for job in jobs)
+        cut_this_connection()
+        StagedJob.objects.exists()
+        return {}
+
+
+@pytest.mark.postgres
+def test_of_a_claim_whose_connection_was_lost_one_job_is_refused(settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Cut"}}
+    _batch.claim_sizes["default", "slow"] = 10
+    stage("a", "b", "c")
+    assert enqueue_once(stop=lambda: bool(sent)) == EnqueuePass(refused=1)
+    assert (sent, left()) == (["a", "b", "c"], {"a": (1, False), "b": (0, False), "c": (0, False)})
+    assert "server closed the connection" in StagedJob.objects.get(refusals=1).last_error
 
 
 @pytest.mark.parametrize("seconds", [1, 86_400])

@@ -160,6 +160,24 @@ def test_no_job_is_sent_in_a_transaction_that_is_lost(backend):
     assert max(sent.count(job) for job in after) == 1
 
 
+class Singly:
+    """A backend that refuses several jobs at once."""
+
+    def hand_over(self, queue, jobs):
+        if len(jobs) > 1:
+            raise ValueError("one at a time")
+        send(jobs[0])
+        return {}
+
+
+def test_a_job_that_breaks_the_transaction_alone_is_the_one_that_is_refused(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Singly"}}
+    before, [broken], after = stage(2), stage(1, loses_connection=True), stage(2)
+    enqueue_once()
+    assert sent == [*before, broken, *before, *after]
+    assert list(StagedJob.objects.values_list("pk", "refusals")) == [(broken, 1)]
+
+
 def execute(text):
     with connection.cursor() as cursor:
         cursor.execute(text)
