@@ -10,8 +10,7 @@ the module.
 
 import logging
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from math import log2
 from typing import Any
 
@@ -77,16 +76,6 @@ class CallableBackend(backends.OneByOne):
         return self._function(job)
 
 
-@contextmanager
-def _ends_at(deadline: float) -> Iterator[None]:
-    """Set the end of the batch for the hand-overs in this block."""
-    token = backends.deadline.set(deadline)
-    try:
-        yield
-    finally:
-        backends.deadline.reset(token)
-
-
 @in_own_context
 def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
     """Hand over the jobs of one queue, and add their results to the batch: all at once, or one by
@@ -97,7 +86,8 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
     Raises TransactionBroken if the transaction is broken. The results that hold nevertheless are in
     ``batch.lasting`` then.
     """
-    with boundary(), _ends_at(batch.deadline):
+    backends.deadline.set(batch.deadline)
+    with boundary():
         try:
             if (backend := backend_of(queue, using=batch.alias)) is None:
                 raise LookupError(
@@ -122,7 +112,8 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
 def hand_over_claim(held: Claim) -> None:
     """Hand over the jobs of a claim, while no transaction is open. The results that are known are
     in ``held.lasting``."""
-    with boundary(), _ends_at(held.deadline):
+    backends.deadline.set(held.deadline)
+    with boundary():
         backend = backend_of(held.queue, using=held.alias)
         if backend is None or held.time_is_up():
             return

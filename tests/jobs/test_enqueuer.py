@@ -313,6 +313,12 @@ class Clock:
         return self.now
 
 
+def test_the_end_of_a_batch_concerns_no_code_after_it(broker):
+    stage(1)
+    enqueue_once()
+    assert backends.seconds_left() == float("inf")
+
+
 @pytest.mark.parametrize(("staged", "taken"), [("SSfff", "SfSff"), ("AAABBB", "ABABAB")])
 def test_slow_queues_take_turns_with_all_others(staged, taken, monkeypatch):
     """After a batch in time, or when only slow ones are left, each queue has its turn again."""
