@@ -5,9 +5,9 @@ and the brokers in a temporary folder. For each queue it measures, in interleave
 library, which enqueues jobs from memory (RQ's ``enqueue_many``; Celery with one producer; pika with
 a confirmation of each job; a producer of Kafka with confirmations of each batch); one enqueuer; and
 two concurrent enqueuers. For Kafka it also measures the client library with a confirmation of each
-job, and its batches together with the bare statements of an enqueuer. For RQ it then measures the
-time from COMMIT until a job is in the queue, with the hand-over after COMMIT and with the
-enqueuer's loop. It prints a table, and exits with 1 if a target is missed.
+job, its batches together with the bare statements of an enqueuer, and these statements alone. For
+RQ it then measures the time from COMMIT until a job is in the queue, with the hand-over after
+COMMIT and with the enqueuer's loop. It prints a table, and exits with 1 if a target is missed.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def single(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
     direct(queue, count, start, times, turn, batch=1)
 
 
-def bare(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
+def bare(queue: str, count: int, start: Any, times: Any, turn: Any, *, sends: bool = True) -> None:
     """Send staged jobs as the enqueuer does, but with the client library and plain statements: read
     and lock a batch, send as many jobs, and update the rows."""
     enqueue = CLIENTS[queue](set_up(queue))
@@ -114,7 +114,8 @@ def bare(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
         with transaction.atomic(), connection.cursor() as cursor:
             cursor.execute(_READ, [BATCH])
             rows = cursor.fetchall()
-            enqueue(range(len(rows) or 1))
+            if sends or not rows:
+                enqueue(range(len(rows) or 1))
             cursor.execute(_UPDATE, [[row[0] for row in rows]])
             return bool(rows)
 
@@ -124,6 +125,12 @@ def bare(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
     for _ in range(0, count, BATCH):
         send_batch()
     times.put((begin, time.monotonic()))
+
+
+def statements(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
+    """Run the statements of ``bare`` and send nothing: no script with one session and these
+    statements is faster, even if it sends while the database works."""
+    bare(queue, count, start, times, turn, sends=False)
 
 
 def rq_client(app: None) -> Callable[[range], None]:
@@ -308,7 +315,7 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
         before = in_queue(queue)
         with connection.cursor() as cursor:
             cursor.execute(f"TRUNCATE {StagedJob._meta.db_table}")
-        if work in (enqueuer, bare):
+        if work in (enqueuer, bare, statements):
             StagedJob.objects.bulk_create(
                 (StagedJob(job_name=NAME, job_args=arguments(number)) for number in range(count)),
                 batch_size=2000,
@@ -320,7 +327,7 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
         for process in running:
             process.join()
         moved = in_queue(queue) - before - (queue == "kafka")
-        if moved != count:
+        if moved != (0 if work is statements else count):
             raise RuntimeError(f"{moved} of {count} jobs are in the queue of {queue}.")
     return count / (max(end for _, end in spans) - min(begin for begin, _ in spans))
 
@@ -387,7 +394,9 @@ def measure(
                 figures[queue] = {"error": missing[queue]}
                 continue
             of_queue = ways | (
-                {"single": (single, 1), "bare": (bare, 1)} if queue == "kafka" else {}
+                {"single": (single, 1), "bare": (bare, 1), "statements": (statements, 1)}
+                if queue == "kafka"
+                else {}
             )
             rates: dict[str, list[float]] = {way: [] for way in of_queue}
             for _ in range(rounds):

@@ -178,6 +178,23 @@ def test_a_job_that_breaks_the_transaction_alone_is_the_one_that_is_refused(sett
     assert list(StagedJob.objects.values_list("pk", "refusals")) == [(broken, 1)]
 
 
+class Together:
+    """A backend that sends all jobs in one call."""
+
+    def hand_over(self, queue, jobs):
+        for job in jobs:
+            send(job)
+        return {}
+
+
+def test_the_first_of_the_jobs_that_break_the_transaction_together_is_refused(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Together"}}
+    [first], [broken] = stage(1), stage(1, loses_connection=True)
+    assert enqueue_once(stop=lambda: bool(sent)) == EnqueuePass(refused=1)
+    assert dict(StagedJob.objects.values_list("pk", "refusals")) == {first: 1, broken: 0}
+    assert "terminating connection" in StagedJob.objects.get(pk=first).last_error
+
+
 def execute(text):
     with connection.cursor() as cursor:
         cursor.execute(text)
