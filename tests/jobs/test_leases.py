@@ -308,13 +308,16 @@ def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.postgres
-def test_a_pass_waits_for_the_lock_of_another_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_waits_for_the_lock_of_another_transaction(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(_unwritten, "LOCKED_SECONDS", 60)
     stage("a")
     with locked_by_another() as end:
         threading.Timer(0.3, end).start()
         assert enqueue_once() == EnqueuePass(handed_over=1)
     assert (sent, left()) == (["a"], {})
+    assert "are not written" not in caplog.text
 
 
 @pytest.mark.postgres

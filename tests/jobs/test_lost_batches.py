@@ -316,6 +316,15 @@ def test_a_row_that_makes_commit_fail_stops_no_other_job(backend):
     assert max(sent.count(job) for job in jobs) <= (1 if backend == "Sender" else 4)
 
 
+def test_of_two_rows_only_the_one_that_makes_commit_fail_is_left(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Sender"}}
+    stage(1)
+    stubborn = StagedJobFactory(job_name=STUBBORN, job_args={})
+    with trigger("DELETE", f"OLD.job_name = '{STUBBORN}'", deferred=True):
+        assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+        assert list(StagedJob.objects.values_list("pk", flat=True)) == [stubborn.pk]
+
+
 @pytest.mark.parametrize("body", [RAISE, SKIP])
 def test_a_process_whose_results_cannot_be_written_hands_nothing_more_over(backend, body):
     jobs = stage(3)
