@@ -15,6 +15,7 @@ from idempotency import conf
 from idempotency._engine import errors
 from idempotency._engine.adapter import Run
 from idempotency._engine.events import about
+from idempotency._text import first_line
 from idempotency.exceptions import NotReplicated, Unavailable
 
 logger = logging.getLogger("idempotency")
@@ -85,11 +86,15 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
             raise
         except Error as error:
             errors.raise_writer_busy(error)
-            timed_out |= errors.session_timed_out(error, using)
-            # Without the search path of a middleware, the new session may not find the key.
-            if not (timed_out or errors.serialization_failed(error)):
-                raise
-    raise Unavailable(code="database_unavailable") if timed_out else conflict()
+            if errors.session_timed_out(error, using):
+                timed_out = True
+            elif not errors.serialization_failed(error):
+                if not timed_out:
+                    raise
+                # Without the search path of a middleware, the new session may not find the key.
+                logger.warning("a new session cannot end the run: %s", first_line(error))
+                raise Unavailable(code="database_unavailable") from error
+    raise conflict()
 
 
 def _backoff_seconds(attempt: int) -> float:

@@ -601,9 +601,12 @@ def test_a_run_whose_session_timed_out_returns_the_response_of_the_run_that_took
 
 
 def test_a_new_session_that_does_not_find_the_key_counts_as_a_loss(
-    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+    serve: Serve,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The client does not get the error of the missing table."""
+    """The client does not get the error of the missing table, which is logged once."""
 
     def work(request: HttpRequest) -> HttpResponse:
         time_out_this_session()
@@ -618,6 +621,7 @@ def test_a_new_session_that_does_not_find_the_key_counts_as_a_loss(
     finally:
         monkeypatch.undo()
         connection.close()
+    assert caplog.text.count("a new session cannot end the run: relation") == 1
 
 
 @pytest.mark.parametrize(("seconds", "answers"), [(0.2, [201, 201]), (3, [503, 201])])
