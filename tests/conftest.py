@@ -34,6 +34,9 @@ PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()
 ORDER = os.environ.get("TEST_ORDER", "")
 #: Tests that need control of their own connection, which a pooler does not give.
 NOT_BEHIND_A_POOLER = {
+    "test_a_statement_is_prepared_after_the_uses_that_the_connection_names": (
+        "it sets what belongs to a session"
+    ),
     "test_the_tables_are_those_of_a_new_project": "it sets what belongs to a session",
     "test_a_retry_gets_the_response_of_the_release_or_continues": (
         "it sets what belongs to a session"
@@ -153,6 +156,9 @@ ONLY_MERGED = {
     "test_round_trips_under_stricter_limits": "each statement is a round trip",
     "test_no_statement_uses_a_cursor": "each statement is a message",
     "test_an_interrupt_after_commit_does_not_skip_the_next_one": "each statement is a message",
+    "test_a_statement_is_prepared_after_the_uses_that_the_connection_names": (
+        "psycopg prepares the statements"
+    ),
     "test_a_connection_that_loses_its_statements_once_prepares_them_again": (
         "psycopg prepares the statements"
     ),
