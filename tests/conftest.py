@@ -63,6 +63,9 @@ NOT_BEHIND_A_POOLER = {
         "a pooler keeps its connections to the server"
     ),
     "test_a_phase_on_a_new_connection_is_confirmed": "a pooler keeps its connections to the server",
+    "test_an_error_whose_commit_on_a_new_connection_did_not_wait_is_a_503": (
+        "a pooler keeps its connections to the server"
+    ),
     "test_a_result_is_kept_when_the_database_comes_back": (
         "a pooler keeps its connections to the server"
     ),
