@@ -120,6 +120,13 @@ def test_a_job_is_offered_again_after_waits_that_double() -> None:
     assert 200 < (job.run_at - timezone.now()).total_seconds() <= 240
 
 
+def test_a_job_without_an_effect_keeps_the_number_of_its_refusals() -> None:
+    job = StagedJobFactory(hand_overs=MAX_ATTEMPTS, refusals=2)
+    assert enqueue_once() == EnqueuePass(failed=1)
+    job.refresh_from_db()
+    assert (job.refusals, job.last_error.partition(":")[0]) == (2, "NoEffect")
+
+
 def test_a_backend_of_whole_batches_follows_up_like_any_other(settings: Settings) -> None:
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ForgetfulBatches"}}
     StagedJobFactory.create_batch(3)

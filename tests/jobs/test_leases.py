@@ -433,16 +433,38 @@ def test_a_job_that_cannot_be_released_is_not_taken_for_one_that_the_service_has
     assert (sent, left()) == (["a", "a"], {})
 
 
-class Cut:
-    """A backend that sends all jobs of a claim in one call, and then loses the connection."""
+class LosingConnection:
+    """A backend that sends all jobs of a claim in one call, during which the connection is lost."""
 
     lease_seconds = 60
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, None]:
         sent.extend(job.job_args["name"] for job in jobs)
         cut_this_connection()
+        return {}
+
+
+class Cut(LosingConnection):
+    """One that then uses the connection."""
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, None]:
+        super().hand_over(queue, jobs)
         StagedJob.objects.exists()
         return {}
+
+
+@pytest.mark.postgres
+def test_the_results_of_a_claim_are_written_after_a_loss_that_nobody_met(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.LosingConnection"}}
+    monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", None)
+    monkeypatch.setitem(connection.settings_dict, "CONN_HEALTH_CHECKS", False)
+    connection.close()
+    stage("a")
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert (sent, left()) == (["a"], {})
+    connection.close()
 
 
 @pytest.mark.postgres

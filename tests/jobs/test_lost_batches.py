@@ -187,12 +187,16 @@ class Together:
         return {}
 
 
-def test_the_first_of_the_jobs_that_break_the_transaction_together_is_refused(settings):
+def test_the_first_of_the_jobs_that_break_the_transaction_together_is_refused(settings, caplog):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Together"}}
     [first], [broken] = stage(1), stage(1, loses_connection=True)
     assert enqueue_once(stop=lambda: bool(sent)) == EnqueuePass(refused=1)
     assert dict(StagedJob.objects.values_list("pk", "refusals")) == {first: 1, broken: 0}
     assert "terminating connection" in StagedJob.objects.get(pk=first).last_error
+    assert (
+        "a transaction was rolled back after the hand-over of its staged jobs, 1 of which are"
+        " handed over again: OperationalError: terminating connection" in caplog.text
+    )
 
 
 def execute(text):
