@@ -514,8 +514,8 @@ def _of_kafka(row: dict[str, Any]) -> str:
         f" {row['of_single']:.1f} times as many. A script without this app that locks the rows,"
         f" sends a batch, and updates the rows sends {row['bare']:,} jobs a second:"
         f" {row['bare'] / row['direct']:.2f} of the library alone. One enqueuer reaches"
-        f" {row['of_bare']:.2f} of the rate of this script. Its statements alone, without a"
-        f" message, are {row['statements']:,} jobs a second:"
+        f" {row['of_bare']:.2f} of the rate of this script. If it sends no"
+        f" message, its statements process {row['statements']:,} jobs a second:"
         f" {row['statements'] / row['direct']:.2f} of the library alone."
     )
 

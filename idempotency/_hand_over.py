@@ -86,7 +86,7 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
     Raises TransactionBroken if the transaction is broken. The results that hold nevertheless are in
     ``batch.lasting`` then.
     """
-    backends.deadline.set(batch.deadline)
+    backends.deadline.set(batch.deadline)  # It is lost with the context of this call.
     with boundary():
         try:
             if (backend := backend_of(queue, using=batch.alias)) is None:

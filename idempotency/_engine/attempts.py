@@ -75,7 +75,8 @@ class Attempts:
 def repeat(write: Callable[[], None], *, using: str) -> None:
     """Send one statement, and again after a serialization failure, which is possible at a high
     default level. Also send it again, on a new connection, if the server has ended the session at
-    ``idle_session_timeout``: slow code of the project would meet the limit in each retry."""
+    ``idle_session_timeout``: slow code of the project would meet the limit in each retry. Raises
+    Unavailable if no repeat succeeds."""
     timed_out = False
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
@@ -93,8 +94,8 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
                     raise
                 # Without the search path of a middleware, the new session may not find the key.
                 logger.warning("a new session cannot end the run: %s", first_line(error))
-                raise Unavailable(code="database_unavailable") from error
-    raise conflict()
+                break
+    raise Unavailable(code="database_unavailable") if timed_out else conflict()
 
 
 def _backoff_seconds(attempt: int) -> float:

@@ -285,7 +285,7 @@ def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
     """Mark the key as stuck; after a database error, retry once on a new connection. Announce the
     stuck key if its code has changed.
 
-    Raises LockLost if another run has the key. The caller then gets the result of that run.
+    Raises LockLost if another run has the key, whose result the caller then gets, or NotReplicated.
     """
     key, before = run.key, run.key.stuck_code
     try:

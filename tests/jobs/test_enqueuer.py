@@ -295,13 +295,19 @@ def test_the_first_error_of_a_broker_that_is_unavailable_is_reported(monkeypatch
 )
 def test_how_often_jobs_are_offered_to_a_backend_that_takes_none(error, jobs, offered, monkeypatch):
     broker = Broker(error)
-    monkeypatch.setattr(broker, "several", error)
+    broker.several = error
     monkeypatch.setattr(backends, "MOST_UNAVAILABLE", 3)
     monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     stage(jobs)
     with suppress(BrokerUnavailable):
         enqueue_once()
     assert [number for _, number, _ in broker.offers] == offered
+
+
+def test_the_end_of_a_batch_concerns_no_code_after_it(broker):
+    stage(1)
+    enqueue_once()
+    assert backends.seconds_left() == float("inf")
 
 
 class Clock:
@@ -311,12 +317,6 @@ class Clock:
 
     def monotonic(self):
         return self.now
-
-
-def test_the_end_of_a_batch_concerns_no_code_after_it(broker):
-    stage(1)
-    enqueue_once()
-    assert backends.seconds_left() == float("inf")
 
 
 @pytest.mark.parametrize(("staged", "taken"), [("SSfff", "SfSff"), ("AAABBB", "ABABAB")])

@@ -246,14 +246,14 @@ def test_a_job_whose_row_cannot_be_deleted_is_sent_once(body):
     assert (sent, StagedJob.objects.count()) == (jobs, 0)
 
 
-@pytest.mark.parametrize(("keep", "free"), [(1, 2), (1, 0)])
-def test_the_error_names_the_number_of_rows_that_were_not_deleted(keep, free):
-    stage(keep, keep=True)
-    stage(free)
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_the_error_names_the_number_of_rows_that_were_not_deleted(jobs):
+    stage(1, keep=True)
+    stage(jobs - 1)
     with trigger("DELETE", "OLD.job_args ? 'keep'", body=SKIP):
-        assert enqueue_once() == EnqueuePass(handed_over=keep + free, refused=keep + free)
-    errors = StagedJob.objects.values_list("last_error", flat=True)
-    assert all(f"{keep} of {keep + free} rows were not deleted" in error for error in errors)
+        assert enqueue_once() == EnqueuePass(handed_over=jobs, refused=jobs)
+    text = f"1 of {jobs} rows were not deleted"
+    assert StagedJob.objects.filter(last_error__contains=text).count() == jobs
 
 
 def due_now():

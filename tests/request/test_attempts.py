@@ -1,6 +1,7 @@
 """Repeats in the process: how often, after which waits, and what the log says."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from django.http import HttpRequest, HttpResponse
 from idempotency._engine import attempts
 from idempotency.exceptions import Unavailable
 from idempotency.models import IdempotencyKey
+from tests.kit.outages import time_out_this_session
 from tests.kit.serving import Sender
 from tests.kit.views import phased
 
@@ -22,9 +24,18 @@ def conflict() -> None:
         cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
 
 
+def time_out() -> None:
+    """Let the server end the session, and use it."""
+    time_out_this_session()
+    conflict()
+
+
+@pytest.mark.parametrize(
+    ("fail", "code"), [(conflict, "conflict"), (time_out, "database_unavailable")]
+)
 @pytest.mark.django_db(transaction=True)
 def test_a_statement_is_repeated_as_often_as_the_setting_says(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
+    fail: Callable[[], None], code: str, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings.IDEMPOTENCY = {"SERIALIZATION_RETRIES": 2}
     course: list[Any] = []
@@ -35,12 +46,12 @@ def test_a_statement_is_repeated_as_often_as_the_setting_says(
 
     def write() -> None:
         course.append("write")
-        conflict()
+        fail()
 
     monkeypatch.setattr(attempts, "_backoff_seconds", wait)
     with pytest.raises(Unavailable) as caught:
         attempts.repeat(write, using="default")
-    assert caught.value.code == "conflict"
+    assert caught.value.code == code
     assert course == ["write", 1, "write", 2, "write"]
 
 
