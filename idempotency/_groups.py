@@ -8,18 +8,12 @@ that staged them.
 - A job of a group leaves the table after its effect is committed. See ``_hand_over``.
 """
 
-from collections.abc import Iterator
-from datetime import timedelta
-
-from django.db import connections, models, transaction
-from django.db.models import Exists, OuterRef, Q, Subquery
+from django.db import connections, models
+from django.db.models import OuterRef, Q, Subquery
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._records import StagedJob
-
-#: The time for which a group without jobs keeps its last position.
-GROUP_RETENTION = timedelta(days=1)
 
 
 class JobGroup(models.Model):
@@ -66,19 +60,3 @@ def next_position(group: str, *, using: str) -> int:
         cursor.execute(sql, [group])
         (position,) = cursor.fetchone()
     return int(position)
-
-
-def delete_unused_groups(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
-    """Delete the groups without jobs, except those that were used lately. A transaction that stages
-    a job holds the lock of its group; if it ends while this statement runs, it has changed
-    ``used_at``, which is then read again."""
-    staged = StagedJob.objects.filter(group=OuterRef("name"))
-    groups = JobGroup.objects.using(alias)
-    unused = groups.filter(~Exists(staged), used_at__lt=Now() - GROUP_RETENTION)
-    while True:
-        with transaction.atomic(using=alias, durable=True):
-            locked = unused.select_for_update(skip_locked=True).values_list("pk", flat=True)
-            if not (names := list(locked[:batch_size])):
-                return
-            groups.filter(pk__in=names).delete()
-        yield {}

@@ -20,7 +20,12 @@ from django.utils.module_loading import import_string
 from idempotency import backends
 from idempotency._async import FAILURES, awaited, in_own_context
 from idempotency._batch import Batch, Claim, claim
-from idempotency._boundary import TransactionBroken, boundary, transaction_is_broken
+from idempotency._boundary import (
+    TransactionBroken,
+    boundary,
+    refuse_caught_error,
+    transaction_is_broken,
+)
 from idempotency._text import error_text
 from idempotency.backends import (
     Backend,
@@ -236,6 +241,8 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
     try:
         with backends.hand_over_savepoint(jobs[0]._state.db):
             results = _checked(queue, jobs, awaited(backend.hand_over(queue, jobs)))
+            if getattr(backend, "uses_database", True):
+                refuse_caught_error(jobs[0]._state.db)
         connections[str(jobs[0]._state.db)].validate_no_broken_transaction()
     except TransactionBroken:
         raise

@@ -13,11 +13,12 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, connections
 from django.db.models import BooleanField, Case, DateTimeField, F, Func, QuerySet, Value, When
 from django.db.models.functions import Now
 
 from idempotency._batch import Outcome, Release
+from idempotency._boundary import checked_atomic
 from idempotency._text import error_text, storable
 from idempotency.backends import (
     MAX_ATTEMPTS,
@@ -118,7 +119,7 @@ def _delete_together(alias: str, jobs: list[StagedJob]) -> list[tuple[StagedJob,
     if not jobs:
         return []
     try:
-        with transaction.atomic(using=alias):
+        with checked_atomic(alias):
             deleted = _rows(alias, jobs).delete()[1].get(StagedJob._meta.label, 0)
             _require_all_rows(deleted, len(jobs), "deleted")
     except Exception as error:  # also from a receiver of a signal

@@ -19,6 +19,7 @@ from idempotency._boundary import (
     TransactionBroken,
     callbacks,
     drop_broken_connections,
+    refuse_caught_error,
     transaction_is_broken,
 )
 from idempotency._text import error_text
@@ -256,6 +257,7 @@ class OneByOne:
                     " was rolled back. Commit it in the hand-over, for example with"
                     " transaction.atomic()."
                 )
+            refuse_caught_error(job._state.db)
 
     @in_own_context
     def _hand_over(self, queue: str, job: StagedJob) -> None:

@@ -23,6 +23,7 @@ from django.db.transaction import TransactionManagementError
 
 from idempotency import conf
 from idempotency._async import either_context
+from idempotency._boundary import CAUGHT
 from idempotency._engine import replication
 from idempotency._engine.cursors import changed_rows, classified_errors
 from idempotency._engine.database_product import require_postgresql
@@ -138,11 +139,7 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> 
     except (OperationalError, InterfaceError):
         raise
     except DatabaseError as error:
-        raise TransactionManagementError(
-            "The block caught an error that broke its transaction, so all its writes were rolled"
-            " back. Put the statement whose error the block catches into a separate"
-            " transaction.atomic(), and do not close the connection."
-        ) from error
+        raise TransactionManagementError(CAUGHT) from error
     if still != marker or has_ended(connection):
         raise TransactionManagementError(
             "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of"

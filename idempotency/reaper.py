@@ -23,11 +23,12 @@ from django.db.models.functions import Cast, Now, Replace
 from django.db.utils import Error, IntegrityError, InterfaceError, OperationalError
 
 from idempotency._abandonment import settle
+from idempotency._boundary import checked_atomic
 from idempotency._engine.aliases import fields_elsewhere
 from idempotency._engine.errors import missing_migration, sqlstate_of
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import durable_transaction
-from idempotency._groups import delete_unused_groups
+from idempotency._groups import JobGroup
 from idempotency._states import held
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
@@ -38,6 +39,8 @@ logger = logging.getLogger("idempotency")
 
 #: The time for which a second delivery of a message is recognised. Senders stop retrying earlier.
 MESSAGE_RETENTION = timedelta(days=30)
+#: The time for which a group without jobs keeps its last position.
+GROUP_RETENTION = timedelta(days=1)
 #: The dashboard shows the traffic of seven days.
 TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
 #: The time for which the admin shows bulk work that is finished, or can resume stopped work.
@@ -52,9 +55,8 @@ _ELSEWHERE = "rows elsewhere"
 #: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``. They may concern single keys, for
 #: which a trigger is slow, or every key, while a table is locked.
 _TIME_LIMITS = ("55P03", "57014")
-#: After this number of keys of a batch that met a time limit, the batch is not searched for further
-#: ones, because each attempt waits as long again: of keys that were to be deleted together, all are
-#: kept.
+#: The number of keys of a batch that may meet a time limit. The batch is then searched no further,
+#: because each attempt waits as long again, and all keys that were to be deleted together are kept.
 _MOST_WAITS = 3
 #: A batch may have waited for locks, which is no load.
 _LONGEST_REST_SECONDS = 60.0
@@ -110,18 +112,16 @@ def reap_once(
     require_autocommit(alias)
     keys = IdempotencyKey.objects.using(alias)
     if dry_run:
-        deleted = keys.expired().exclude(held()).count()
-        return ReapPass(
-            deleted=deleted, stuck=keys.overdue().count(), messages=_old_messages(alias).count()
-        )
+        deleted, messages = keys.expired().exclude(held()).count(), _old_messages(alias).count()
+        return ReapPass(deleted=deleted, stuck=keys.overdue().count(), messages=messages)
     counts: Counter[str] = Counter()
     # First the keys that clients wait for.
     batches = chain(
         _settle_overdue(alias, batch_size),
         _reap_expired(alias, batch_size),
-        _reap_messages(alias, batch_size),
+        _in_batches(_old_messages(alias), batch_size, "messages"),
         _delete_done_jobs(alias, batch_size),
-        delete_unused_groups(alias, batch_size),
+        _in_batches(_unused_groups(alias), batch_size),
     )
     while not stop():
         start = time.monotonic()
@@ -153,9 +153,17 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     # A staged job may be handed over again, so its message must not be forgotten.
     digits = partial(Replace, text=Value("-"))  # SQLite stores a UUID without hyphens.
     job = StagedJob.objects.using(alias).annotate(digits=digits(Cast("pk", CharField())))
-    return old.exclude(
-        Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id"))))
-    )
+    staged = Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id"))))
+    return old.exclude(staged).order_by("processed_at")
+
+
+def _unused_groups(alias: str) -> QuerySet[JobGroup]:
+    """Return the groups without jobs, except those that were used lately. A transaction that stages
+    a job holds the lock of its group. If it ends while the group is being locked, it has changed
+    ``used_at``, which is then read again."""
+    staged = StagedJob.objects.filter(group=OuterRef("name"))
+    groups = JobGroup.objects.using(alias)
+    return groups.filter(~Exists(staged), used_at__lt=Now() - GROUP_RETENTION)
 
 
 def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -165,11 +173,9 @@ def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
         refusals[_TIME_LIMITS] = 0
         counts = _delete(page, refusals, alias)
         yield counts
-        if refusals[_ELSEWHERE] or (
-            not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS
-        ):
-            # A table seems to be locked, or is in another database. The other batches would fail
-            # too.
+        waited = not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS
+        if waited or refusals[_ELSEWHERE]:
+            # A table seems to be locked, or is in another database. Other batches would fail too.
             return
 
 
@@ -182,17 +188,15 @@ def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
                 yield {"settled" if settled else "stuck": 1}
 
 
-def _reap_messages(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
+def _in_batches(rows: QuerySet[Any], size: int, name: str = "") -> Iterator[dict[str, int]]:
+    """Delete ``rows``, ``size`` at a time; count them as ``name``. Locked rows are skipped."""
+    locked = rows.select_for_update(skip_locked=True).values_list("pk", flat=True)
     while True:
-        with transaction.atomic(using=alias, durable=True):
-            oldest = (
-                _old_messages(alias).select_for_update(skip_locked=True).order_by("processed_at")
-            )
-            page = list(oldest.values_list("pk", flat=True)[:batch_size])
-            ProcessedMessage.objects.using(alias).filter(pk__in=page).delete()
-        if not page:
-            return
-        yield {"messages": len(page)}
+        with checked_atomic(rows.db, durable=True):
+            if not (page := list(locked[:size])):
+                return
+            rows.model._base_manager.using(rows.db).filter(pk__in=page).delete()
+        yield {name: len(page)} if name else {}
 
 
 def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:

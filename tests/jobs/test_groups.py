@@ -16,7 +16,6 @@ from pytest_django import Settings
 
 from idempotency._batch import due
 from idempotency._engine.errors import sqlstate_of
-from idempotency._groups import GROUP_RETENTION
 from idempotency.backends import MAX_ATTEMPTS, HandOverResult
 from idempotency.enqueuer import Backlog, EnqueuePass, backlog, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -24,7 +23,7 @@ from idempotency.interventions import discard_jobs, retry_jobs
 from idempotency.jobs import stage_job
 from idempotency.models import JobGroup, StagedJob
 from idempotency.monitoring.measures import staged_jobs
-from idempotency.reaper import reap_once
+from idempotency.reaper import GROUP_RETENTION, reap_once
 from tests.kit.database import default_isolation, held_transaction, statements, waits_for_a_lock
 from tests.kit.threads import WAIT_SECONDS, all_at_once, in_background
 from tests.kit.waiting import eventually

@@ -1,0 +1,110 @@
+"""Code of the project breaks a transaction of the app and catches the error. Django then rolls the
+transaction back without an error, so nothing in it may count as done."""
+
+from contextlib import suppress
+
+import pytest
+from django.db import DatabaseError
+from django.db.models.signals import post_delete
+from django.db.transaction import TransactionManagementError
+
+from idempotency.backends import OneByOne
+from idempotency.enqueuer import EnqueuePass, enqueue_once
+from idempotency.models import JobGroup, ProcessedMessage, StagedJob
+from idempotency.reaper import ReapPass, reap_once
+from rides_demo.models import User
+from tests.factories import StagedJobFactory, UserFactory
+from tests.kit.ageing import ago
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+#: The jobs that a backend got.
+taken = []
+
+
+def break_transaction(**kwargs):
+    """Break the open transaction, and catch the error."""
+    username = User.objects.values_list("username", flat=True).first() or UserFactory().username
+    with suppress(DatabaseError):
+        UserFactory(username=username)
+
+
+def write_down(job):
+    """Take a job with a row of the user's table."""
+    taken.append(job.pk)
+    UserFactory(username=str(job.pk))
+    if job.job_args.get("breaks"):
+        break_transaction()
+
+
+class BatchBackend:
+    """A queue that takes a batch, in a table of the database."""
+
+    def hand_over(self, queue, jobs):
+        for job in jobs:
+            write_down(job)
+        return {}
+
+
+class BrokerElsewhere(OneByOne):
+    """A queue that is not in the database; a library around it writes all the same."""
+
+    uses_database = False
+
+    def hand_over_one(self, queue, job):
+        write_down(job)
+
+
+@pytest.fixture
+def receiver():
+    """Break the transaction of each deletion."""
+    post_delete.connect(break_transaction)
+    yield
+    post_delete.disconnect(break_transaction)
+
+
+@pytest.fixture(autouse=True)
+def backend(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.write_down"}}
+    taken.clear()
+
+
+@pytest.mark.parametrize("backend_name", ["write_down", "BatchBackend"])
+def test_a_hand_over_that_was_rolled_back_is_refused(settings, backend_name):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.{backend_name}"}}
+    first, breaking, last = (StagedJobFactory(job_args=args) for args in ({}, {"breaks": 1}, {}))
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    refused = StagedJob.objects.get()
+    assert (refused, "separate transaction.atomic()" in refused.last_error) == (breaking, True)
+    assert {str(first.pk), str(last.pk)} == set(User.objects.values_list("username", flat=True))
+
+
+def test_a_message_in_another_broker_is_sent_once_whatever_was_rolled_back(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.BrokerElsewhere"}}
+    StagedJobFactory(job_args={})
+    StagedJobFactory(job_args={"breaks": 1})
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+    assert len(taken) == 2
+
+
+def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(receiver):
+    job = StagedJobFactory(job_args={})
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert StagedJob.objects.get().last_error.startswith("NotDeleted:")
+    StagedJob.objects.update(run_at=ago(minutes=1))
+    enqueue_once()
+    assert taken == [job.pk]
+
+
+@pytest.mark.parametrize("model", [ProcessedMessage, JobGroup])
+def test_a_pass_of_the_reaper_ends_at_a_deletion_that_was_rolled_back(receiver, model):
+    UserFactory()
+    if model is ProcessedMessage:
+        model.objects.create(source="s", message_id="1", processed_at=ago(days=31))
+    else:
+        model.objects.create(name="g", position=1, used_at=ago(days=2))
+    with pytest.raises(TransactionManagementError, match="The block caught an error"):
+        reap_once()
+    post_delete.disconnect(break_transaction)
+    assert reap_once() == ReapPass(messages=int(model is ProcessedMessage))
+    assert not model.objects.exists()
