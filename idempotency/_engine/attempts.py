@@ -32,7 +32,7 @@ class Attempts:
     suppresses a serialization failure, whose transaction was rolled back. The loop then restores
     the state of the work and continues. Effects outside the database are repeated. The loop ends
     after SERIALIZATION_RETRIES, or if the state cannot be restored; the caller then raises
-    Unavailable ``conflict``. Raises Unavailable if the connection was lost."""
+    Unavailable ``conflict``. Raises SessionLost if the connection was lost."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -42,8 +42,7 @@ class Attempts:
         for count in range(conf.get().SERIALIZATION_RETRIES + 1):
             if count:
                 time.sleep(_backoff_seconds(count))
-                if self._run.sessions.is_one_lost:  # A ROLLBACK has failed.
-                    raise Unavailable(code="database_unavailable")
+                self._run.sessions.require_all()  # A ROLLBACK may have failed.
                 if not self._run.work.restore():
                     return
             yield self
@@ -59,8 +58,8 @@ class Attempts:
             else None
         )
         self._unique_violations += failure == "unique"
-        if failure is None or self._unique_violations > _UNIQUE_RETRIES:
-            return False
+        if failure is None or self._unique_violations > _UNIQUE_RETRIES or run.work.is_committed:
+            return False  # After the COMMIT of a plain run, the error is that of a hook.
         key = run.key
         logger.info(
             "a %s%s is run again inside the process: %s",
@@ -75,8 +74,8 @@ class Attempts:
 def repeat(write: Callable[[], None], *, using: str) -> None:
     """Send one statement, and again after a serialization failure, which is possible at a high
     default level. Also send it again, on a new connection, if the server has ended the session at
-    ``idle_session_timeout``: slow code of the project would meet the limit in each retry. Raises
-    Unavailable if no repeat succeeds."""
+    ``idle_session_timeout``: slow code of the project would meet the limit in each retry. If no
+    repeat succeeds, raises SessionLost after such a time-out, and Unavailable otherwise."""
     timed_out = False
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
@@ -95,7 +94,7 @@ def repeat(write: Callable[[], None], *, using: str) -> None:
                 # Without the search path of a middleware, the new session may not find the key.
                 logger.warning("a new session cannot end the run: %s", first_line(error))
                 break
-    raise Unavailable(code="database_unavailable") if timed_out else conflict()
+    raise errors.SessionLost if timed_out else conflict()
 
 
 def _backoff_seconds(attempt: int) -> float:

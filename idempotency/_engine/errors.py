@@ -73,10 +73,22 @@ def _causes(error: BaseException | None) -> Iterator[Error]:
     """Yield the errors of the database that have caused ``error``, up to one that must not be
     retried. Code that handles an error of a statement may send another one in the broken
     transaction, such as EXPLAIN or an INSERT of a log: the error of that one hides the first."""
-    while error is not None and not isinstance(error, WriterBusy):
-        if isinstance(error, Error):
-            yield error
-        hides = isinstance(error, InFailedSqlTransaction)
+    for cause in _chain(error, of_all=False):
+        if isinstance(cause, WriterBusy):
+            return
+        if isinstance(cause, Error):
+            yield cause
+
+
+def _chain(error: BaseException | None, *, of_all: bool) -> Iterator[BaseException]:
+    """Yield ``error`` and its causes, and what was handled when it was raised: ``of_all`` errors,
+    or of those in a broken transaction. Yield each once, because ``raise error from error`` makes a
+    cycle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        hides = of_all or isinstance(error, InFailedSqlTransaction)
         error = error.__cause__ or (error.__context__ if hides else None)
 
 
@@ -143,11 +155,8 @@ def session_timed_out(error: BaseException, using: str) -> bool:
 def exceeded_time_limit(error: BaseException | None) -> str | None:
     """Return the time limit at which PostgreSQL has ended the transaction, also if a later
     statement met the closed connection."""
-    while error is not None:
-        if (limit := _TIME_LIMITS.get(getattr(error, "sqlstate", None) or "")) is not None:
-            return limit
-        error = error.__cause__ or error.__context__
-    return None
+    states = (getattr(cause, "sqlstate", None) for cause in _chain(error, of_all=True))
+    return next((_TIME_LIMITS[state] for state in states if state in _TIME_LIMITS), None)
 
 
 def accepts_writes(alias: str) -> bool:

@@ -105,11 +105,18 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     own.add_notice_handler(note)
     try:
         yield
+    except Exception:  # perhaps of a hook, after the COMMIT
+        _require_no_cancelled_wait(cancelled)
+        raise
     finally:
         own.remove_notice_handler(note)
-    if connection.connection not in (own, None):
+    if connection.connection is not own:
         # A phase has replaced a lost connection, and nobody has watched its COMMIT on the new one.
         confirm(connection.alias)
+    _require_no_cancelled_wait(cancelled)
+
+
+def _require_no_cancelled_wait(cancelled: list[str]) -> None:
     if cancelled:
         raise NotReplicated(f"The wait of a commit for its standby ended early: {cancelled[0]}.")
 

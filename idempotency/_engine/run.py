@@ -7,30 +7,22 @@ the recovery point of the key, and settles the key at the end.
 from functools import partial
 from logging import INFO, WARNING
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 from django.db import connections
 from django.db.utils import Error
 
 from idempotency import signals
-from idempotency._engine import claims, events, fence, rows
+from idempotency._engine import claims, events, fence, replays, rows
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import ClaimOutcome
-from idempotency._engine.errors import drop_connection, retryable_failure, session_timed_out
+from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.plain_run import PlainRun, RolledBack
-from idempotency._engine.replays import (
-    CannotRun,
-    cause_of,
-    error_for_stuck,
-    replay_of_other_run,
-    replay_or_raise,
-    unknown_point,
-)
 from idempotency._text import error_text, first_line
 from idempotency.exceptions import (
     KeyStuck,
@@ -80,7 +72,7 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
             # keep the request in memory.
             del instead
     if outcome is None:
-        return replay_or_raise(claim, work, using=using)
+        return replays.replay_or_raise(claim, work, using=using)
     if outcome.is_stored:
         emit = events.emit_committed if run.is_nested else events.emit
         emit(signals.key_claimed, claim.key, work.request)
@@ -101,7 +93,7 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
         if claim.outcome is not ClaimOutcome.IN_PROGRESS or not wait.pause():
             break
     if claim.outcome is not ClaimOutcome.CLAIMED:
-        return replay_or_raise(claim, work, using=using)
+        return replays.replay_or_raise(claim, work, using=using)
     key = claim.key
     run = PhasedRun(key, work)  # Handlers of logs and receivers of signals may lose a session.
     if key.attempts > 1:
@@ -132,27 +124,30 @@ def run_claimed(run: PhasedRun) -> Any:
 
 
 def _run_and_settle(run: PhasedRun) -> Outcome:
-    """Do the work and settle the key. An exception of ``settle`` is settled like an exception of
-    the work."""
+    """Do the work and settle the key. An exception of ``settle`` is settled too."""
     try:
-        try:
-            result = _run_attempts(run)
-        except Exception as error:
-            # The last attempt did not call ``outcome_of``, because the exception was one to retry.
-            # If the exception refuses the caller, it still has an outcome.
-            if (refusal := run.work.refusal_of(error)) is None:
-                raise
-            result = refusal
-        return settle(run, result)
+        return settle(run, _outcome(run))
     except BaseException as error:
-        return settle(run, error)
+        _settle_exception(run, error)
+        raise
+
+
+def _outcome(run: PhasedRun) -> Outcome:
+    try:
+        return _run_attempts(run)
+    except Exception as error:
+        # The last attempt did not call ``outcome_of``, because the exception was one to retry. If
+        # the exception refuses the caller, it still has an outcome.
+        if (refusal := run.work.refusal_of(error)) is None:
+            raise
+    return refusal
 
 
 def _run_attempts(run: PhasedRun) -> Outcome:
     """Do the work. After a serialization failure, do it again."""
     work = run.work
     if run.key.recovery_point not in work.points:
-        raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(run.key))
+        raise replays.CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, replays.unknown_point(run.key))
     for attempt in Attempts(run):
         with attempt:
             run.begin_attempt()
@@ -171,15 +166,12 @@ def _run_attempts(run: PhasedRun) -> Outcome:
     raise conflict()
 
 
-def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
-    """Write the final state of the key of a phased run. Return the outcome for the caller, or raise
-    the exception.
+def settle(run: PhasedRun, result: Outcome) -> Outcome:
+    """Write the final state of the key of a phased run, whose work has returned ``result``. Return
+    the outcome for the caller.
 
     The first case that fits decides:
 
-    - ``LockLost``: another run has the key, and continues from the last commit of this run.
-    - ``KeyStuck``, if the key is not finished: the key is stuck.
-    - ``NotReplicated`` and other exceptions: the key is released at its last recovery point.
     - the outcome that a phase has stored: the commit of the phase has finished the key.
     - an exception with a code from 500, after something was begun: the key is released.
     - an outcome to store that no phase has stored: ResponseNotCommitted is raised.
@@ -187,8 +179,6 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
     - another refusal: the key is refused, so that only a repeat of the caller runs it.
     - any other outcome: the key is released.
     """
-    if isinstance(result, BaseException):
-        _settle_exception(run, result)
     key, using = run.key, run.using
     is_early_error = result.code >= 400 and key.untouched
     is_definitive = result.is_stored and (result.code < 500 or is_early_error)
@@ -220,21 +210,28 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
     return result
 
 
-def _settle_exception(run: PhasedRun, error: BaseException) -> NoReturn:
+def _settle_exception(run: PhasedRun, error: BaseException) -> None:
+    """Write the final state of the key after an exception, which the caller raises.
+
+    The first case that fits decides:
+
+    - ``LockLost``: another run has the key, and continues from the last commit of this run.
+    - ``KeyStuck``, if the key is not finished: the key is stuck. Raises the error for the caller.
+    - ``NotReplicated`` and other exceptions: the key is released at its last recovery point.
+    """
     match error:
         case LockLost():
             pass
         case KeyStuck() if not run.finished:
-            code, reason = cause_of(error)
+            code, reason = replays.cause_of(error)
             _mark_stuck(run, code, reason)
-            raise error_for_stuck(code) from error
+            raise replays.error_for_stuck(code) from error
         case NotReplicated():
             # A release could now wait without end for the standby. The last commit may have
             # finished the key, but a failover may undo that commit.
             release_later(run.key, error_text(error), using=run.using)
         case _ if not run.finished:
             _release(run.key, error_text(error, withheld=run.work.hides_errors), using=run.using)
-    raise error
 
 
 def _description(run: PhasedRun, outcome: Outcome) -> str:
@@ -260,18 +257,18 @@ def _value_of_other_run(run: PhasedRun, key: ClaimedKey) -> Any:
     if other is not None and _value(other) != _value(key):
         other = None  # A failover lost this key, and another key has got its id.
     run.note_final_state(other)
-    return replay_of_other_run(other, run.work)
+    return replays.replay_of_other_run(other, run.work)
 
 
 def _release(key: ClaimedKey, error: str, *, using: str) -> None:
     """Release the key. After a database error, retry once on a new connection, and then in a thread
     until the lock expires."""
+    release = partial(fence.release, key, error, using=using)
     for attempt in (1, 2):
         try:
-            fence.release(key, error, using=using)
+            repeat(release, using=using)
             return
         except Error as failure:
-            session_timed_out(failure, using)
             drop_connection(connections[using])
             if attempt == 1 and not isinstance(failure, NotReplicated):
                 continue
@@ -288,13 +285,13 @@ def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
     Raises LockLost if another run has the key, whose result the caller then gets, or NotReplicated.
     """
     key, before = run.key, run.key.stuck_code
+    mark = partial(fence.mark_stuck, key, code, reason, using=run.using)
     try:
-        fence.mark_stuck(key, code, reason, using=run.using)
+        repeat(mark, using=run.using)
     except NotReplicated:  # A second write could wait without end for the standby.
         raise
-    except Error as failure:
-        session_timed_out(failure, run.using)
+    except Error:
         drop_connection(connections[run.using])
-        fence.mark_stuck(key, code, reason, using=run.using)
+        mark()
     if before != key.stuck_code:
         events.announce_stuck(key.pk, run.work.request, using=run.using)

@@ -1,7 +1,7 @@
 """Repeats in the process: how often, after which waits, and what the log says."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,11 +9,12 @@ from django.db import connection
 from django.http import HttpRequest, HttpResponse
 
 from idempotency._engine import attempts
-from idempotency.exceptions import Unavailable
+from idempotency._engine.errors import SessionLost
+from idempotency.exceptions import KeyStuck, Unavailable
 from idempotency.models import IdempotencyKey
 from tests.kit.outages import time_out_this_session
 from tests.kit.serving import Sender
-from tests.kit.views import phased
+from tests.kit.views import phased, phased_outside
 
 pytestmark = pytest.mark.postgres
 
@@ -30,12 +31,10 @@ def time_out() -> None:
     conflict()
 
 
-@pytest.mark.parametrize(
-    ("fail", "code"), [(conflict, "conflict"), (time_out, "database_unavailable")]
-)
+@pytest.mark.parametrize(("fail", "error"), [(conflict, Unavailable), (time_out, SessionLost)])
 @pytest.mark.django_db(transaction=True)
 def test_a_statement_is_repeated_as_often_as_the_setting_says(
-    fail: Callable[[], None], code: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+    fail: Callable[[], None], error: type[Exception], settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings.IDEMPOTENCY = {"SERIALIZATION_RETRIES": 2}
     course: list[Any] = []
@@ -49,9 +48,8 @@ def test_a_statement_is_repeated_as_often_as_the_setting_says(
         fail()
 
     monkeypatch.setattr(attempts, "_backoff_seconds", wait)
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(error):
         attempts.repeat(write, using="default")
-    assert caught.value.code == code
     assert course == ["write", 1, "write", 2, "write"]
 
 
@@ -73,3 +71,48 @@ def test_the_line_of_a_repeat_names_the_key_by_its_hash(
     (record,) = (each for each in caplog.records if "run again" in each.getMessage())
     assert f"a view of key {key.key_hash} is run again" in record.getMessage()
     assert vars(record)["key_hash"] == key.key_hash
+
+
+@pytest.fixture
+def one_conflict() -> Iterator[Callable[[str], None]]:
+    """Return a function that lets the first UPDATE of a column of the keys get a serialization
+    failure."""
+
+    def execute(statement: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+
+    execute("CREATE SEQUENCE conflicts")
+    execute(
+        "CREATE FUNCTION conflict() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " IF nextval('conflicts') = 1 THEN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001';"
+        " END IF; RETURN NEW; END $$"
+    )
+    yield lambda column: execute(
+        f"CREATE TRIGGER conflict BEFORE UPDATE OF {column} ON idempotency_idempotencykey"
+        " FOR EACH ROW EXECUTE FUNCTION conflict()"
+    )
+    execute("DROP FUNCTION conflict CASCADE")
+    execute("DROP SEQUENCE conflicts")
+
+
+@pytest.mark.parametrize(
+    ("column", "error"), [("last_error", OSError), ("stuck_code", KeyStuck("X"))]
+)
+@pytest.mark.django_db(transaction=True)
+def test_a_conflict_at_the_end_of_a_run_costs_no_session(
+    column: str, error: Any, one_conflict: Any, serve: Any, sender: Sender
+) -> None:
+    """A middleware may have set up the session, and a new one may not find the key."""
+    sessions: list[Any] = []
+
+    def work(request: HttpRequest) -> HttpResponse:
+        sessions.append(connection.connection)
+        raise error
+
+    serve(view=phased_outside(work))
+    one_conflict(column)
+    sender.send()
+    assert sessions == [connection.connection]
+    key = IdempotencyKey.objects.get()
+    assert (key.locked_until, bool(key.stuck_code)) == (None, column == "stuck_code")

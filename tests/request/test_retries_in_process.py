@@ -22,6 +22,7 @@ from rest_framework.parsers import MultiPartParser
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from idempotency._engine.errors import exceeded_time_limit
 from idempotency.decorators import idempotent
 from tests.kit.serving import Sender, View
 from tests.kit.threads import elsewhere
@@ -543,3 +544,23 @@ def test_a_row_that_is_not_stored_is_no_conflict(kind: Kind, serve: Serve, sende
     serve(view=under(draft, kind(work := Twice(lambda request: request.draft.name))))
     assert sender.send().status_code == 201
     assert work.found == ["draft"] * 2
+
+
+@both_kinds
+def test_an_error_that_is_its_own_cause_ends_the_request(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    def book(request: HttpRequest) -> HttpResponse:
+        try:
+            raise LookupError
+        except LookupError as error:
+            raise error from error  # Python accepts this slip.
+
+    serve(view=kind(book))
+    assert sender.send().status_code == 500
+
+
+def test_a_time_limit_is_looked_for_once_in_a_cycle_of_errors() -> None:
+    first, second = OSError(), OSError()
+    first.__cause__, second.__context__ = second, first
+    assert exceeded_time_limit(first) is None

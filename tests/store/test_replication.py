@@ -6,7 +6,7 @@ lose.
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
@@ -28,6 +28,7 @@ from idempotency.exceptions import KeyStuck, NotReplicated
 from idempotency.inbox import STAGED_JOBS, process_once, took_effect
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring.doctor import diagnose
+from idempotency.phases import atomic_phase
 from idempotency.testing import age
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.claims import claim
@@ -36,7 +37,15 @@ from tests.kit.loops import lines, looping
 from tests.kit.outages import time_out_this_session
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, background, elsewhere
-from tests.kit.views import Counted, both_kinds, phased_outside, plain, texting, two_phases
+from tests.kit.views import (
+    Counted,
+    both_kinds,
+    over_key,
+    phased_outside,
+    plain,
+    texting,
+    two_phases,
+)
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
@@ -221,6 +230,35 @@ def test_a_phase_on_a_new_connection_is_confirmed(
     assert is_unconfirmed(sender.send())
     confirm("storage")
     assert sender.send(key="key-2").status_code == 201
+
+
+def test_a_phase_on_a_new_connection_that_a_hook_closes_is_confirmed(
+    serve: Serve, sender: Sender, confirm: Any
+) -> None:
+    def second(request: HttpRequest) -> HttpResponse:
+        transaction.on_commit(connection.close)
+        return HttpResponse(status=201)
+
+    serve(view=two_phases(lambda request: None, second, call=time_out_this_session))
+    confirm(True)
+    assert is_unconfirmed(sender.send())
+
+
+def test_the_error_of_a_hook_does_not_hide_that_the_commit_did_not_wait(
+    serve: Serve, sender: Sender, confirm: Any, cancelled_waits: Any
+) -> None:
+    def fail() -> None:
+        raise LookupError
+
+    def body(key: Any) -> None:
+        with suppress(LookupError), atomic_phase(key) as phase:
+            transaction.on_commit(fail)
+            phase.set_response(HttpResponse(status=201))
+
+    serve(view=over_key(body))
+    confirm(True)
+    cancelled_waits("UPDATE OF response_code ON idempotency_idempotencykey")
+    assert is_unconfirmed(sender.send())
 
 
 def test_an_error_whose_commit_on_a_new_connection_did_not_wait_is_a_503(
