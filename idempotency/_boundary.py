@@ -11,19 +11,11 @@ from itertools import chain
 from typing import Any
 from uuid import UUID
 
-from django.db import Error, connections, transaction
+from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.transaction import TransactionManagementError
 
 from idempotency._engine.errors import drop_connection, has_ended
 from idempotency.models import StagedJob
-
-#: The error for code whose caught error has broken its transaction.
-CAUGHT = (
-    "The block caught an error that broke its transaction, so all its writes were rolled back. Put"
-    " the statement whose error the block catches into a separate transaction.atomic(), and do not"
-    " close the connection."
-)
 
 
 class TransactionBroken(Exception):
@@ -52,25 +44,6 @@ def boundary() -> Iterator[None]:
     drop_unusable_connections()
     with checked_at_end():
         yield
-
-
-@contextmanager
-def checked_atomic(using: str | None, *, durable: bool = False) -> Iterator[None]:
-    """Run a block with project code, such as a receiver of a signal, in ``atomic()``.
-
-    Raises TransactionManagementError if the block has broken its transaction and caught the error.
-    Django would roll the block back without an error.
-    """
-    with transaction.atomic(using=using, durable=durable):
-        yield
-        refuse_caught_error(using)
-
-
-def refuse_caught_error(using: str | None) -> None:
-    """Raise TransactionManagementError if the innermost block of ``atomic()`` can only be rolled
-    back."""
-    if transaction.get_connection(using).needs_rollback:
-        raise TransactionManagementError(CAUGHT)
 
 
 @contextmanager

@@ -15,17 +15,14 @@ from math import log2
 from typing import Any
 
 from django.db import Error, InterfaceError, OperationalError, connections, transaction
+from django.db.transaction import TransactionManagementError
 from django.utils.module_loading import import_string
 
 from idempotency import backends
 from idempotency._async import FAILURES, awaited, in_own_context
 from idempotency._batch import Batch, Claim, claim
-from idempotency._boundary import (
-    TransactionBroken,
-    boundary,
-    refuse_caught_error,
-    transaction_is_broken,
-)
+from idempotency._boundary import TransactionBroken, boundary, transaction_is_broken
+from idempotency._engine.caught_errors import CAUGHT, has_caught_error
 from idempotency._text import error_text
 from idempotency.backends import (
     Backend,
@@ -241,8 +238,12 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
     try:
         with backends.hand_over_savepoint(jobs[0]._state.db):
             results = _checked(queue, jobs, awaited(backend.hand_over(queue, jobs)))
-            if getattr(backend, "uses_database", True):
-                refuse_caught_error(jobs[0]._state.db)
+            if has_caught_error(jobs[0]._state.db):
+                is_lost = getattr(backend, "uses_database", True)
+                if is_lost and any(map(_is_taken, results.values())):
+                    raise TransactionManagementError(CAUGHT)
+                # Django then rolls the savepoint back without an error.
+                transaction.set_rollback(True, using=jobs[0]._state.db)
         connections[str(jobs[0]._state.db)].validate_no_broken_transaction()
     except TransactionBroken:
         raise
@@ -277,6 +278,10 @@ def _checked(queue: str, jobs: Sequence[StagedJob], returned: Any) -> Results:
         if is_taking and isinstance(result, BrokerUnavailable):
             results[pk] = backends.Refusal(result)
     return results
+
+
+def _is_taken(result: HandOverResult | None) -> bool:
+    return result is None or isinstance(result, OfferAgain | TookEffect)
 
 
 def _all(kind: type, results: Results) -> bool:

@@ -18,7 +18,7 @@ from django.db.models import BooleanField, Case, DateTimeField, F, Func, QuerySe
 from django.db.models.functions import Now
 
 from idempotency._batch import Outcome, Release
-from idempotency._boundary import checked_atomic
+from idempotency._engine.caught_errors import checked_atomic
 from idempotency._text import error_text, storable
 from idempotency.backends import (
     MAX_ATTEMPTS,
@@ -44,15 +44,30 @@ NAME_MAX_ATTEMPTS = 81
 
 
 class Log:
-    """The warnings of one pass."""
+    """The lines of one pass, each once. Those of a transaction are logged after its end. A handler
+    of the log may write to this database, and an error that it hides would roll back the results.
+    """
 
     def __init__(self) -> None:
+        self._lines: dict[tuple[str, str], tuple[int, str, tuple[object, ...]]] = {}
         self._logged: set[tuple[str, str]] = set()
 
-    def warn_once(self, kind: str, about: str, text: str, *values: object) -> None:
+    def begin(self) -> None:
+        """Forget the lines of a transaction that was rolled back."""
+        self._lines.clear()
+
+    def add(
+        self, kind: str, about: str, text: str, *values: object, level: int = logging.WARNING
+    ) -> None:
         if (kind, about) not in self._logged:
-            self._logged.add((kind, about))
-            logger.warning(text, *values)
+            self._lines.setdefault((kind, about), (level, text, values))
+
+    def end(self) -> None:
+        """Log the lines. No transaction is open."""
+        for level, text, values in self._lines.values():
+            logger.log(level, text, *values)
+        self._logged.update(self._lines)
+        self._lines.clear()
 
 
 def was_handed_over(job: StagedJob) -> bool:
@@ -162,12 +177,14 @@ def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log
         counts["failed" if failed else "refused"] += len(jobs)
         for job in jobs:
             if failed:
-                logger.error("staged job %s (%s) has failed: %s", job.id, job.label, text)
+                line = "staged job %s (%s) has failed: %s"
+                values = job.id, job.label, text
+                log.add("failed", str(job.id), line, *values, level=logging.ERROR)
             elif refusals == 1:
                 # The job leaves the backlog for hours or days. One error may concern many jobs.
                 about = f"{job.label}: {text.partition(chr(10))[0]}"
                 warning = "staged job %s (%s) was refused, and is offered again in %d s: %s"
-                log.warn_once("refused", about, warning, job.id, job.label, wait, text)
+                log.add("refused", about, warning, job.id, job.label, wait, text)
     return counts
 
 

@@ -48,7 +48,9 @@ def write_after_rollback(batch: Batch, error: BaseException, log: Log) -> Counte
         "a transaction was rolled back after the hand-over of its staged jobs, %d of which are"
         " handed over again: %s"
     )
-    log.warn_once("rolled back", type(error).__name__, text, len(undone), error_text(error))
+    log.begin()
+    log.add("rolled back", type(error).__name__, text, len(undone), error_text(error))
+    log.end()
     return _write_apart(batch.alias, outcomes, log)
 
 
@@ -118,6 +120,7 @@ def _write_own(alias: str, outcomes: list[Outcome], log: Log) -> tuple[Counter[s
     written meanwhile: each of these writes changes ``run_at``. Return also the results that must be
     written later, because their rows are locked."""
     first, begun = first_statement(), time.monotonic()
+    log.begin()
     with durable_transaction("read committed", using=alias, first=first):
         deadline = begun + seconds_of_batch(alias, first)
         rows = StagedJob.objects.using(alias).filter(
@@ -133,5 +136,7 @@ def _write_own(alias: str, outcomes: list[Outcome], log: Log) -> tuple[Counter[s
                 "%d results of hand-overs are not written, because their jobs were claimed, changed"
                 " or deleted meanwhile"
             )
-            log.warn_once("lost", alias, text, lost)
-        return write(alias, own, deadline, log), locked
+            log.add("lost", alias, text, lost)
+        counts = write(alias, own, deadline, log)
+    log.end()
+    return counts, locked

@@ -19,9 +19,9 @@ from idempotency._boundary import (
     TransactionBroken,
     callbacks,
     drop_broken_connections,
-    refuse_caught_error,
     transaction_is_broken,
 )
+from idempotency._engine.caught_errors import refuse_caught_error
 from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
 from idempotency.jobs import refuse_generator

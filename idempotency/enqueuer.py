@@ -97,7 +97,7 @@ class _Pass:
     def log_marks(self) -> None:
         for queue, error in self.unreachable.items():
             text = "queue %r is left out for %d s, and the pass continues: %s"
-            self.log.warn_once("queue", queue, text, queue, UNREACHABLE_SECONDS, error)
+            self.log.add("queue", queue, text, queue, UNREACHABLE_SECONDS, error)
 
 
 def backlog(*, using: str | None = None) -> Backlog:
@@ -167,6 +167,7 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
     state.counts += write_left(alias, state.log)
     size = min(batch_size, _sizes.get(alias, batch_size))
     batch, first, begun = Batch(alias), first_statement(), time.monotonic()
+    state.log.begin()
     try:
         # A serialization failure after the hand-over would repeat it, so the level is fixed.
         with durable_transaction("read committed", using=alias, first=first):
@@ -187,6 +188,7 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
             raise
         written = write_after_rollback(batch, error, state.log)
     else:
+        state.log.end()
         handed_over = len(batch.results)
         whole = handed_over + batch.left_to_claims == batch.locked
         _sizes[alias] = 2 * (size if whole else max(1, handed_over))

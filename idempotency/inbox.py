@@ -23,8 +23,8 @@ from django.db.transaction import TransactionManagementError
 
 from idempotency import conf
 from idempotency._async import either_context
-from idempotency._boundary import CAUGHT
 from idempotency._engine import replication
+from idempotency._engine.caught_errors import CAUGHT
 from idempotency._engine.cursors import changed_rows, classified_errors
 from idempotency._engine.database_product import require_postgresql
 from idempotency._engine.errors import has_ended, serialization_failed

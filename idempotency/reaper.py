@@ -23,8 +23,8 @@ from django.db.models.functions import Cast, Now, Replace
 from django.db.utils import Error, IntegrityError, InterfaceError, OperationalError
 
 from idempotency._abandonment import settle
-from idempotency._boundary import checked_atomic
 from idempotency._engine.aliases import fields_elsewhere
+from idempotency._engine.caught_errors import checked_atomic, refuse_caught_error
 from idempotency._engine.errors import missing_migration, sqlstate_of
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import durable_transaction
@@ -204,7 +204,8 @@ def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
     failed = StagedJob.objects.using(alias).filter(failed_at__isnull=False)
     for page in _pages(failed, batch_size, by="failed_at"):
         if done := took_effect(STAGED_JOBS, list(map(str, page)), using=alias):
-            failed.filter(pk__in=done).delete()
+            with checked_atomic(alias):
+                failed.filter(pk__in=done).delete()
             text = "%d staged jobs that had failed took effect later, and are deleted"
             logger.info(text, len(done))
         yield {}
@@ -231,12 +232,12 @@ def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[st
         with durable_transaction(None, using=alias):
             # before the hooks of receivers
             transaction.on_commit(partial(committed.append, True), using=alias)
-            # An expired key normally has no lock. If it has one, its request is running, even if
-            # its times are old.
+            # If an expired key has a lock, its request is running, even if its times are old.
             expired = keys.expired().exclude(held()).select_for_update(skip_locked=True)
             pks, locked = list(expired.filter(pk__in=pks).values_list("pk", flat=True)), True
             # Load no other column, because bodies may be large.
             _, by_model = keys.filter(pk__in=pks).only("pk").delete()
+            refuse_caught_error(alias)
             if connections[alias].vendor == "postgresql":
                 # A transaction of a TestCase has no COMMIT that would do it.
                 connections[alias].check_constraints()

@@ -17,6 +17,7 @@ from django.db.models.functions import Now
 from idempotency._async import NeverEntered, either_context
 from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
+from idempotency._engine.caught_errors import refuse_caught_error
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.database_product import psycopg_connection
 from idempotency._engine.errors import drop_connection, drop_if_lost, session_timed_out
@@ -130,7 +131,9 @@ class Calls:
             if begun is not None and begun.recorded_at is None:
                 # The rollback removes the event of a call that does not begin.
                 raise self._unsettled[name]
-            return begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
+            row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
+            refuse_caught_error(self._using)  # A receiver of post_save may have caught one.
+            return row
 
     def _begin(self, name: str) -> None:
         if self._key.begun_call == name:
@@ -248,6 +251,7 @@ def _write_outcome(
         calls = DownstreamCall.objects.using(using)
         if not calls.filter(key_id=row.key_id, name=row.name).exists():
             calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
+        refuse_caught_error(using)  # as in _commit_intent
 
 
 def _write_through_outage(write: Callable[[], object], using: str, *, retries: int = 20) -> None:

@@ -139,8 +139,8 @@ def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
             # at the deadline, or after an interrupt
             if own.pgconn.transaction_status == TransactionStatus.ACTIVE:
                 _abandon(connection)
-    if result is None:
-        raise NotReplicated(f"No standby has confirmed within {DEADLINE_SECONDS:g} s.")
+        if result is None:  # Raised here, so that the closed connection gets no second barrier.
+            raise NotReplicated(f"No standby has confirmed within {DEADLINE_SECONDS:g} s.")
     if result.status != ExecStatus.TUPLES_OK:
         told = (result.error_field(DiagnosticField.MESSAGE_PRIMARY) or b"").decode(errors="replace")
         raise NotReplicated(f"The server refused the commit that confirms replication: {told}.")

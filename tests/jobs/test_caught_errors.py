@@ -1,20 +1,23 @@
 """Code of the project breaks a transaction of the app and catches the error. Django then rolls the
 transaction back without an error, so nothing in it may count as done."""
 
+import logging
+import sys
 from contextlib import suppress
 
 import pytest
-from django.db import DatabaseError
-from django.db.models.signals import post_delete
+from django.db import DatabaseError, connection
+from django.db.models.signals import post_delete, post_save
 from django.db.transaction import TransactionManagementError
 
-from idempotency.backends import OneByOne
+from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
-from idempotency.models import JobGroup, ProcessedMessage, StagedJob
+from idempotency.models import DownstreamCall, JobGroup, ProcessedMessage, StagedJob
 from idempotency.reaper import ReapPass, reap_once
 from rides_demo.models import User
 from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
+from tests.kit.views import over_key
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -22,11 +25,30 @@ pytestmark = pytest.mark.django_db(transaction=True)
 taken = []
 
 
-def break_transaction(**kwargs):
+def break_with_write(**kwargs):
     """Break the open transaction, and catch the error."""
     username = User.objects.values_list("username", flat=True).first() or UserFactory().username
     with suppress(DatabaseError):
         UserFactory(username=username)
+
+
+def break_with_read(**kwargs):
+    """Break the transaction of the server alone: Django does not note the error of a read."""
+    with suppress(DatabaseError), connection.cursor() as cursor:
+        cursor.execute("SELECT 1/0")
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[break_with_write, pytest.param(break_with_read, marks=pytest.mark.postgres)],
+)
+def break_transaction(request, monkeypatch):
+    """Set the way in which code of the project breaks a transaction."""
+    monkeypatch.setattr(sys.modules[__name__], "break_now", request.param)
+    return request.param
+
+
+break_now = break_with_write
 
 
 def write_down(job):
@@ -34,7 +56,7 @@ def write_down(job):
     taken.append(job.pk)
     UserFactory(username=str(job.pk))
     if job.job_args.get("breaks"):
-        break_transaction()
+        break_now()
 
 
 class BatchBackend:
@@ -55,8 +77,24 @@ class BrokerElsewhere(OneByOne):
         write_down(job)
 
 
+class Unavailable:
+    """A queue that takes no job, in a table of the database."""
+
+    def hand_over(self, queue, jobs):
+        break_now()
+        raise_later = BrokerUnavailable("The table is locked.")
+        return dict.fromkeys((job.pk for job in jobs), raise_later)
+
+
+class LogInDatabase(logging.Handler):
+    """A log that breaks the transaction, and hides the error."""
+
+    def emit(self, record):
+        break_now()
+
+
 @pytest.fixture
-def receiver():
+def receiver(break_transaction):
     """Break the transaction of each deletion."""
     post_delete.connect(break_transaction)
     yield
@@ -87,6 +125,48 @@ def test_a_message_in_another_broker_is_sent_once_whatever_was_rolled_back(setti
     assert len(taken) == 2
 
 
+def test_the_results_of_a_backend_that_took_nothing_count_whatever_was_rolled_back(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Unavailable"}}
+    StagedJobFactory(job_args={})
+    with pytest.raises(BrokerUnavailable, match="The table is locked"):
+        enqueue_once()
+    assert StagedJob.objects.get().refusals == 0
+
+
+def test_the_handler_of_a_log_rolls_no_batch_back(settings):
+    """A job of the batch fails. Its line is logged after the end of the transaction."""
+    UserFactory()
+    first = StagedJobFactory(job_args={})
+    StagedJobFactory(job_args={}, job_name="no.such.job", queue="none", refusals=MAX_ATTEMPTS - 1)
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"default": f"{__name__}.write_down"}}
+    handler = LogInDatabase()
+    logging.getLogger("idempotency").addHandler(handler)
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=1, failed=1)
+    finally:
+        logging.getLogger("idempotency").removeHandler(handler)
+    assert (taken, StagedJob.objects.filter(failed_at__isnull=True).count()) == ([first.pk], 0)
+
+
+@pytest.mark.postgres
+def test_a_call_is_not_made_without_its_intent(break_transaction, serve, sender):
+    made = []
+
+    def pay(key):
+        with key.call("pay", at_most_once=True) as call:
+            made.append("paid")
+            call.record("paid")
+
+    post_save.connect(break_transaction, sender=DownstreamCall)
+    try:
+        UserFactory()
+        serve(view=over_key(pay))
+        assert sender.send().status_code == 500
+    finally:
+        post_save.disconnect(break_transaction, sender=DownstreamCall)
+    assert made == []
+
+
 def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(receiver):
     job = StagedJobFactory(job_args={})
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
@@ -97,7 +177,9 @@ def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(receiver)
 
 
 @pytest.mark.parametrize("model", [ProcessedMessage, JobGroup])
-def test_a_pass_of_the_reaper_ends_at_a_deletion_that_was_rolled_back(receiver, model):
+def test_a_pass_of_the_reaper_ends_at_a_deletion_that_was_rolled_back(
+    receiver, model, break_transaction
+):
     UserFactory()
     if model is ProcessedMessage:
         model.objects.create(source="s", message_id="1", processed_at=ago(days=31))

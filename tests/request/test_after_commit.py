@@ -57,7 +57,6 @@ def test_a_hook_that_fails_after_a_plain_view_raises_its_own_error(
 
 
 @pytest.mark.postgres
-@pytest.mark.postgres
 def test_a_conflict_of_a_hook_does_not_run_a_plain_view_again(
     serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,6 +75,7 @@ def test_a_conflict_of_a_hook_does_not_run_a_plain_view_again(
     assert "is run again" not in caplog.text
 
 
+@pytest.mark.postgres
 def test_a_hook_that_fails_after_the_first_phase_does_not_finish_the_key(
     serve: Serve, sender: Sender, settings: Settings
 ) -> None:

@@ -1,0 +1,46 @@
+"""Errors that code of the project, such as a receiver of a signal, has caught in a transaction.
+
+The error has broken the transaction. Django and PostgreSQL then answer COMMIT with a rollback and
+without an error. So if such code may run after the last statement of a transaction of this app, the
+transaction must be checked before its end.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django.db import transaction
+from django.db.transaction import TransactionManagementError
+from psycopg.pq import TransactionStatus
+
+CAUGHT = (
+    "The block caught an error that broke its transaction, or marked it for rollback, so all its"
+    " writes were rolled back. Put the statement whose error the block catches into a separate"
+    " transaction.atomic(), and do not close the connection."
+)
+
+
+@contextmanager
+def checked_atomic(using: str | None, *, durable: bool = False) -> Iterator[None]:
+    """Run the block in ``atomic()``, with ``refuse_caught_error`` at its end."""
+    with transaction.atomic(using=using, durable=durable):
+        yield
+        refuse_caught_error(using)
+
+
+def refuse_caught_error(using: str | None) -> None:
+    """Raise TransactionManagementError if the open transaction or savepoint can only be rolled
+    back."""
+    if has_caught_error(using):
+        raise TransactionManagementError(CAUGHT)
+
+
+def has_caught_error(using: str | None) -> bool:
+    """Return whether a transaction is open that can only be rolled back. Django notes some errors
+    of a write alone; PostgreSQL notes each error."""
+    connection = transaction.get_connection(using)
+    if connection.needs_rollback:
+        return True
+    own = connection.connection
+    if connection.vendor != "postgresql" or own is None or not connection.in_atomic_block:
+        return False
+    return bool(own.info.transaction_status == TransactionStatus.INERROR)
