@@ -58,8 +58,8 @@ class Attempts:
             else None
         )
         self._unique_violations += failure == "unique"
-        if failure is None or self._unique_violations > _UNIQUE_RETRIES or run.work.is_committed:
-            return False  # After the COMMIT of a plain run, the error is that of a hook.
+        if failure is None or self._unique_violations > _UNIQUE_RETRIES:
+            return False
         key = run.key
         logger.info(
             "a %s%s is run again inside the process: %s",

@@ -105,8 +105,9 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     own.add_notice_handler(note)
     try:
         yield
-    except Exception:  # perhaps of a hook, after the COMMIT
-        _require_no_cancelled_wait(cancelled)
+    except Exception:
+        if not own.closed:  # The error may be that of a hook, after the COMMIT.
+            _require_no_cancelled_wait(cancelled)
         raise
     finally:
         own.remove_notice_handler(note)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from pytest_django import Settings
 
@@ -54,25 +54,6 @@ def test_a_hook_that_fails_after_a_plain_view_raises_its_own_error(
     with pytest.raises(ConnectionError, match="the broker is down"):
         sender.send()
     assert sender.send().status_code == 201
-
-
-@pytest.mark.postgres
-def test_a_conflict_of_a_hook_does_not_run_a_plain_view_again(
-    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
-) -> None:
-    def conflict() -> None:
-        connection.cursor().execute(
-            "DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$"
-        )
-
-    def book(request: HttpRequest) -> HttpResponse:
-        transaction.on_commit(conflict)
-        return HttpResponse(status=201)
-
-    serve(view=plain(book))
-    with caplog.at_level("INFO", "idempotency"):
-        assert [sender.send().status_code for _ in range(2)] == [500, 201]
-    assert "is run again" not in caplog.text
 
 
 @pytest.mark.postgres
