@@ -241,9 +241,11 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
             if has_caught_error(jobs[0]._state.db):
                 is_lost = getattr(backend, "uses_database", True)
                 if is_lost and any(map(_is_taken, results.values())):
+                    results = {}
                     raise TransactionManagementError(CAUGHT)
-                # Django then rolls the savepoint back without an error.
-                transaction.set_rollback(True, using=jobs[0]._state.db)
+                if connections[str(jobs[0]._state.db)].in_atomic_block:
+                    # Django then rolls the savepoint back without an error.
+                    transaction.set_rollback(True, using=jobs[0]._state.db)
         connections[str(jobs[0]._state.db)].validate_no_broken_transaction()
     except TransactionBroken:
         raise

@@ -44,17 +44,12 @@ NAME_MAX_ATTEMPTS = 81
 
 
 class Log:
-    """The lines of one pass, each once. Those of a transaction are logged after its end. A handler
-    of the log may write to this database, and an error that it hides would roll back the results.
-    """
+    """The lines of one pass, each once. They are logged when no transaction is open. A handler of
+    the log may write to this database, and an error that it hides would roll back the results."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], tuple[int, str, tuple[object, ...]]] = {}
         self._logged: set[tuple[str, str]] = set()
-
-    def begin(self) -> None:
-        """Forget the lines of a transaction that was rolled back."""
-        self._lines.clear()
 
     def add(
         self, kind: str, about: str, text: str, *values: object, level: int = logging.WARNING
@@ -62,8 +57,7 @@ class Log:
         if (kind, about) not in self._logged:
             self._lines.setdefault((kind, about), (level, text, values))
 
-    def end(self) -> None:
-        """Log the lines. No transaction is open."""
+    def write(self) -> None:
         for level, text, values in self._lines.values():
             logger.log(level, text, *values)
         self._logged.update(self._lines)

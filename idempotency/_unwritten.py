@@ -48,9 +48,7 @@ def write_after_rollback(batch: Batch, error: BaseException, log: Log) -> Counte
         "a transaction was rolled back after the hand-over of its staged jobs, %d of which are"
         " handed over again: %s"
     )
-    log.begin()
     log.add("rolled back", type(error).__name__, text, len(undone), error_text(error))
-    log.end()
     return _write_apart(batch.alias, outcomes, log)
 
 
@@ -96,6 +94,7 @@ def write_left(alias: str, log: Log) -> Counter[str]:
                     case None | TookEffect():
                         left[0] = job, NotDeleted.by(error)
     finally:
+        log.write()
         if left or locked:
             _left[alias] = left + locked + _left.pop(alias, [])
     return counts
@@ -120,7 +119,6 @@ def _write_own(alias: str, outcomes: list[Outcome], log: Log) -> tuple[Counter[s
     written meanwhile: each of these writes changes ``run_at``. Return also the results that must be
     written later, because their rows are locked."""
     first, begun = first_statement(), time.monotonic()
-    log.begin()
     with durable_transaction("read committed", using=alias, first=first):
         deadline = begun + seconds_of_batch(alias, first)
         rows = StagedJob.objects.using(alias).filter(
@@ -137,6 +135,4 @@ def _write_own(alias: str, outcomes: list[Outcome], log: Log) -> tuple[Counter[s
                 " or deleted meanwhile"
             )
             log.add("lost", alias, text, lost)
-        counts = write(alias, own, deadline, log)
-    log.end()
-    return counts, locked
+        return write(alias, own, deadline, log), locked

@@ -167,7 +167,6 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
     state.counts += write_left(alias, state.log)
     size = min(batch_size, _sizes.get(alias, batch_size))
     batch, first, begun = Batch(alias), first_statement(), time.monotonic()
-    state.log.begin()
     try:
         # A serialization failure after the hand-over would repeat it, so the level is fixed.
         with durable_transaction("read committed", using=alias, first=first):
@@ -188,10 +187,11 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
             raise
         written = write_after_rollback(batch, error, state.log)
     else:
-        state.log.end()
         handed_over = len(batch.results)
         whole = handed_over + batch.left_to_claims == batch.locked
         _sizes[alias] = 2 * (size if whole else max(1, handed_over))
+    finally:
+        state.log.write()
     state.counts += written
     if batch.claim is not None:
         _move_claim(batch.claim, state)

@@ -17,7 +17,6 @@ from django.db.models.functions import Now
 from idempotency._async import NeverEntered, either_context
 from idempotency._engine import fence, replication
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
-from idempotency._engine.caught_errors import refuse_caught_error
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.database_product import psycopg_connection
 from idempotency._engine.errors import drop_connection, drop_if_lost, session_timed_out
@@ -131,9 +130,9 @@ class Calls:
             if begun is not None and begun.recorded_at is None:
                 # The rollback removes the event of a call that does not begin.
                 raise self._unsettled[name]
-            row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
-            refuse_caught_error(self._using)  # A receiver of post_save may have caught one.
-            return row
+            return begun or _insert(
+                DownstreamCall(key_id=key.pk, name=name, token=cast(UUID, key.fence)), self._using
+            )
 
     def _begin(self, name: str) -> None:
         if self._key.begun_call == name:
@@ -233,6 +232,12 @@ def _delete_intent(row: DownstreamCall, *, using: str) -> None:
     intent.delete()
 
 
+def _insert(row: DownstreamCall, using: str) -> DownstreamCall:
+    """Insert the row without signals: a receiver that catches an error of its own would roll the
+    transaction back unnoticed."""
+    return DownstreamCall.objects.using(using).bulk_create([row])[0]
+
+
 def _write_outcome(
     key: ClaimedKey, row: DownstreamCall, call: AtMostOnceCall, *, using: str
 ) -> None:
@@ -250,8 +255,8 @@ def _write_outcome(
             raise LockLost
         calls = DownstreamCall.objects.using(using)
         if not calls.filter(key_id=row.key_id, name=row.name).exists():
-            calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
-        refuse_caught_error(using)  # as in _commit_intent
+            made = DownstreamCall(key_id=row.key_id, name=row.name, token=row.token, **recorded)
+            _insert(made, using)
 
 
 def _write_through_outage(write: Callable[[], object], using: str, *, retries: int = 20) -> None:

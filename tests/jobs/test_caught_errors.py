@@ -6,13 +6,15 @@ import sys
 from contextlib import suppress
 
 import pytest
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, transaction
 from django.db.models.signals import post_delete, post_save
 from django.db.transaction import TransactionManagementError
+from django.http import HttpResponse
 
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.models import DownstreamCall, JobGroup, ProcessedMessage, StagedJob
+from idempotency.phases import atomic_phase
 from idempotency.reaper import ReapPass, reap_once
 from rides_demo.models import User
 from tests.factories import StagedJobFactory, UserFactory
@@ -77,6 +79,18 @@ class BrokerElsewhere(OneByOne):
         write_down(job)
 
 
+class ClosesConnection:
+    """A queue in a table of the database, whose code closes the connection."""
+
+    lease_seconds = 30
+
+    def hand_over(self, queue, jobs):
+        with transaction.atomic():
+            UserFactory()
+            connection.close()
+        return {}
+
+
 class Unavailable:
     """A queue that takes no job, in a table of the database."""
 
@@ -119,10 +133,17 @@ def test_a_hand_over_that_was_rolled_back_is_refused(settings, backend_name):
 
 def test_a_message_in_another_broker_is_sent_once_whatever_was_rolled_back(settings):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.BrokerElsewhere"}}
-    StagedJobFactory(job_args={})
-    StagedJobFactory(job_args={"breaks": 1})
-    assert enqueue_once() == EnqueuePass(handed_over=2)
-    assert len(taken) == 2
+    jobs = [StagedJobFactory(job_args=args) for args in ({}, {"breaks": 1}, {}, {})]
+    assert enqueue_once() == EnqueuePass(handed_over=4)
+    assert sorted(taken) == sorted(job.pk for job in jobs)
+
+
+def test_a_job_whose_writes_were_lost_with_their_connection_stays_staged(settings):
+    """The backend has a lease, so the transaction is its own."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ClosesConnection"}}
+    StagedJobFactory.create_batch(2, job_args={})
+    assert enqueue_once().handed_over == 0
+    assert (StagedJob.objects.count(), User.objects.count()) == (2, 0)
 
 
 def test_the_results_of_a_backend_that_took_nothing_count_whatever_was_rolled_back(settings):
@@ -148,23 +169,24 @@ def test_the_handler_of_a_log_rolls_no_batch_back(settings):
     assert (taken, StagedJob.objects.filter(failed_at__isnull=True).count()) == ([first.pk], 0)
 
 
-@pytest.mark.postgres
-def test_a_call_is_not_made_without_its_intent(break_transaction, serve, sender):
+def test_no_receiver_rolls_the_intent_of_a_call_back(break_transaction, serve, sender):
     made = []
 
     def pay(key):
         with key.call("pay", at_most_once=True) as call:
-            made.append("paid")
+            made.append(DownstreamCall.objects.count())
             call.record("paid")
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
 
     post_save.connect(break_transaction, sender=DownstreamCall)
     try:
         UserFactory()
         serve(view=over_key(pay))
-        assert sender.send().status_code == 500
+        assert sender.send().status_code == 201
     finally:
         post_save.disconnect(break_transaction, sender=DownstreamCall)
-    assert made == []
+    assert made == [1]
 
 
 def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(receiver):
