@@ -3,10 +3,10 @@ FAILED n``.
 
 A first run of the unchanged code records which test runs which line. A mutant is then tested with
 the tests that run its line: first the test that killed it before, then those that killed another
-mutant of its function, then the fastest; on PostgreSQL, then on SQLite. It is killed if a test
-fails twice, and endless if a test takes too long twice. A mutant that survives is a failure, unless
-SURVIVORS.md gives the reason why no test can detect it. TESTED.txt has the modules of which no
-mutant survived.
+mutant of its function, then of its module, then the fastest; on PostgreSQL, then on SQLite. It is
+killed if a test fails twice, and endless if a test takes too long twice. A mutant that survives is
+a failure, unless SURVIVORS.md gives the reason why no test can detect it. TESTED.txt has the
+modules of which no mutant survived.
 
 Source: R. A. DeMillo and others, "Hints on Test Data Selection" (1978).
 """
@@ -63,11 +63,13 @@ class Tests:
             for module in run["lines"]
             for line in run["lines"][module]
         }
-        self._killers: dict[tuple[str, str], set[str]] = defaultdict(set)
+        #: The tests that killed a mutant of a function, or of a module.
+        self._killers: dict[tuple[str, ...], set[str]] = defaultdict(set)
 
     def of(self, mutant: Mutant, known: str) -> dict[str, float]:
         """Return the tests for a mutant, in order, with their seconds."""
         first = {known, *self._killers[mutant.module, mutant.function]}
+        second = self._killers[mutant.module,]
         if mutant.module in SQL_MODULES:
             # Statements are built once and used by all tests. The tests that use the changed
             # statement come first.
@@ -84,7 +86,12 @@ class Tests:
             chosen = self._running(mutant.module, lines)
         in_order = sorted(
             chosen & self.seconds.keys(),
-            key=lambda test: (test != known, test not in first, self.seconds[test]),
+            key=lambda test: (
+                test != known,
+                test not in first,
+                test not in second,
+                self.seconds[test],
+            ),
         )
         return {
             test: self.seconds[test]
@@ -92,9 +99,10 @@ class Tests:
         }
 
     def note_killer(self, mutant: Mutant, test: str) -> None:
-        """Record that ``test`` killed a mutant, so that the next mutant of the function is tested
-        with it first."""
+        """Record that ``test`` killed a mutant, so that the next mutants of the function and of the
+        module are tested with it first."""
         self._killers[mutant.module, mutant.function].add(test)
+        self._killers[mutant.module,].add(test)
 
     def _running(self, module: str, lines: Any) -> set[str]:
         return set().union(*(self._lines.get((module, line), ()) for line in lines))
@@ -142,6 +150,7 @@ class Results:
     def __init__(self, resume: bool, names: dict[str, list[str]]) -> None:
         kept = json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else {}
         self._kept: dict[str, dict[str, str]] = kept
+        self._killers_by_name = {each["name"]: each["killer"] for each in kept.values()}
         self._resume = resume
         self._killers = {
             f"{database} {test}" for database in names for test in [*names[database], "its import"]
@@ -162,8 +171,9 @@ class Results:
         return Found(kept["outcome"], kept["killer"]) if holds else None
 
     def killer(self, mutant: Mutant) -> str:
-        """Return the test that killed this mutant in an earlier run, or an empty string."""
-        return self._kept.get(mutant.digest, {}).get("killer", "")
+        """Return the test that killed this mutant in an earlier run, perhaps of an older module, or
+        an empty string."""
+        return self._killers_by_name.get(mutant.name, "")
 
     def note(self, mutant: Mutant, found: Found) -> None:
         """Store the outcome of a mutant."""
@@ -220,6 +230,10 @@ class Run:
 
     def outcomes(self) -> dict[str, str]:
         """Return the outcome of each mutant by its name."""
+        for mutant in self._to_do:
+            database, _, test = self._results.killer(mutant).partition(" ")
+            if database:
+                self._tests[database].note_killer(mutant, test)
         with ThreadPoolExecutor(len(self._benches)) as pool:
             found = dict(
                 zip(
