@@ -91,6 +91,23 @@ class ClosesConnection:
         return {}
 
 
+class ClosesConnectionElsewhere(ClosesConnection):
+    """A queue that is not in the database."""
+
+    uses_database = False
+
+
+class ClosesBatch:
+    """A queue that is not in the database, whose code closes the connection of the batch."""
+
+    uses_database = False
+
+    def hand_over(self, queue, jobs):
+        taken.extend(job.pk for job in jobs)
+        connection.close()
+        return {}
+
+
 class Unavailable:
     """A queue that takes no job, in a table of the database."""
 
@@ -144,6 +161,24 @@ def test_a_job_whose_writes_were_lost_with_their_connection_stays_staged(setting
     StagedJobFactory.create_batch(2, job_args={})
     assert enqueue_once().handed_over == 0
     assert (StagedJob.objects.count(), User.objects.count()) == (2, 0)
+
+
+def test_messages_in_another_broker_are_sent_once_if_the_connection_is_closed(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ClosesConnectionElsewhere"}}
+    StagedJobFactory.create_batch(2, job_args={})
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+    assert not StagedJob.objects.exists()
+
+
+def test_no_other_queue_is_served_in_a_transaction_that_was_closed(settings):
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"a": f"{__name__}.ClosesBatch", "*": f"{__name__}.write_down"}
+    }
+    first = StagedJobFactory(job_args={}, queue="a")
+    second = StagedJobFactory(job_args={})
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+    assert taken == [first.pk, second.pk]
+    assert User.objects.count() == 1
 
 
 def test_the_results_of_a_backend_that_took_nothing_count_whatever_was_rolled_back(settings):

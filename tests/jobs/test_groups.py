@@ -24,6 +24,7 @@ from idempotency.jobs import stage_job
 from idempotency.models import JobGroup, StagedJob
 from idempotency.monitoring.measures import staged_jobs
 from idempotency.reaper import GROUP_RETENTION, reap_once
+from tests.factories import StagedJobFactory
 from tests.kit.database import default_isolation, held_transaction, statements, waits_for_a_lock
 from tests.kit.threads import WAIT_SECONDS, all_at_once, in_background
 from tests.kit.waiting import eventually
@@ -342,3 +343,13 @@ def test_the_command_lists_the_group_and_what_is_held(capsys: pytest.CaptureFixt
     assert first.startswith("due ")
     assert "  group account:7  " in first
     assert second.startswith("held  ")
+
+
+def test_a_job_of_a_group_is_not_given_up_before_its_follow_up(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take"}}
+    job = StagedJobFactory(
+        group="g", group_position=1, hand_overs=MAX_ATTEMPTS, handed_over_at=Now()
+    )
+    assert enqueue_once() == EnqueuePass()
+    job.refresh_from_db()
+    assert job.failed_at is None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -17,7 +18,7 @@ from django.db.models.functions import Now
 from pytest_django import Settings
 
 from idempotency import _batch, _unwritten
-from idempotency.backends import BrokerUnavailable
+from idempotency.backends import BrokerUnavailable, seconds_left
 from idempotency.enqueuer import EnqueuePass, backlog, enqueue_once
 from idempotency.jobs import stage_job
 from idempotency.models import StagedJob
@@ -28,6 +29,7 @@ from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+TENANT = ContextVar("tenant", default="none")
 #: The names of the jobs that the service got, and what it does with a job, by name.
 sent: list[str] = []
 acts: dict[str, Callable[[], object]] = {}
@@ -493,3 +495,47 @@ def test_an_invalid_lease_refuses_jobs(seconds: object, monkeypatch: pytest.Monk
     stage("b", queue="fast")
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
     assert (sent, left()) == (["b"], {"a": (1, False)})
+
+
+def test_a_claim_has_a_deadline_and_a_context_of_its_own() -> None:
+    found: list[object] = []
+
+    def look() -> None:
+        found.append(TENANT.get())
+        found.append(0 < seconds_left() <= _batch.TURN_SECONDS)
+        TENANT.set("another")
+
+    acts["a"] = look
+    stage("a")
+    enqueue_once()
+    assert [*found, TENANT.get()] == ["none", True, "none"]
+
+
+@pytest.mark.postgres
+def test_a_release_that_cannot_be_written_stops_no_other_one() -> None:
+    def unavailable() -> None:
+        raise BrokerUnavailable("on purpose")
+
+    for name in "abc":
+        acts[name] = unavailable
+    stage(*"abc")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+            " RAISE EXCEPTION 'on purpose'; END $$;"
+            " CREATE TRIGGER keep BEFORE UPDATE ON idempotency_stagedjob FOR EACH ROW"
+            " WHEN (OLD.job_args->>'name' = 'b' AND NEW.run_at < OLD.run_at)"
+            " EXECUTE FUNCTION keep()"
+        )
+    try:
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION keep() CASCADE")
+    assert set(batch_due()) == {"a", "c"}
+
+
+def batch_due() -> list[str]:
+    """Return the names of the jobs that are due."""
+    return list(_batch.due("default").values_list("job_args__name", flat=True))

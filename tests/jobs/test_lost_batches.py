@@ -60,6 +60,9 @@ def backend(request, settings):
     return request.param
 
 
+STUBBORN = "tests.kit.jobs.stubborn"
+
+
 @pytest.fixture(params=["transaction_timeout", "idle_in_transaction_session_timeout"])
 def time_limit(request):
     """Limit the time of transactions, or their time without a statement, to a second."""
@@ -83,6 +86,15 @@ def times_sent():
 
 
 def test_a_batch_that_would_exceed_a_time_limit_is_cut(time_limit):
+    jobs = stage(12, seconds=0.12)
+    assert enqueue_once() == EnqueuePass(handed_over=12)
+    assert sent == jobs
+
+
+@pytest.mark.parametrize("backend", ["Sender"], indirect=True)
+@pytest.mark.parametrize("time_limit", ["transaction_timeout"], indirect=True)
+def test_a_batch_without_merged_round_trips_is_cut_too(time_limit, settings):
+    settings.IDEMPOTENCY |= {"MERGE_ROUND_TRIPS": False}
     jobs = stage(12, seconds=0.12)
     assert enqueue_once() == EnqueuePass(handed_over=12)
     assert sent == jobs
@@ -160,6 +172,44 @@ def test_no_job_is_sent_in_a_transaction_that_is_lost(backend):
     assert max(sent.count(job) for job in after) == 1
 
 
+class Losing(Sender):
+    """A backend whose broker may lose jobs."""
+
+    follow_up_seconds = 600
+
+
+@pytest.mark.parametrize("backend", ["Losing"], indirect=True)
+def test_a_job_that_its_broker_may_lose_stays_staged_after_the_connection_was_lost():
+    [first], _ = stage(1), stage(1, loses_connection=True)
+    enqueue_once()
+    assert StagedJob.objects.get(pk=first).hand_overs == 1
+
+
+@pytest.mark.parametrize("backend", ["Losing"], indirect=True)
+def test_a_hand_over_that_cannot_be_counted_refuses_its_job_alone():
+    stage(2)
+    stubborn = StagedJobFactory(job_name=STUBBORN, job_args={})
+    stage(3)
+    with trigger("UPDATE", f"OLD.job_name = '{STUBBORN}' AND NEW.hand_overs > OLD.hand_overs"):
+        assert enqueue_once() == EnqueuePass(handed_over=5, refused=1)
+    assert (len(sent), times_sent()) == (6, {1})
+    assert StagedJob.objects.get(refusals=1) == stubborn
+    assert StagedJob.objects.filter(hand_overs=1).count() == 5
+
+
+@pytest.mark.parametrize("backend", ["Losing"], indirect=True)
+def test_a_result_that_cannot_be_written_at_all_is_kept_until_it_can():
+    jobs = stage(2)
+    stubborn = StagedJobFactory(job_name=STUBBORN, job_args={})
+    with (
+        trigger("UPDATE", f"OLD.job_name = '{STUBBORN}'"),
+        pytest.raises(DatabaseError, match="kept for the audit"),
+    ):
+        enqueue_once()
+    assert enqueue_once() == EnqueuePass(refused=1)
+    assert (sent, StagedJob.objects.get(refusals=1)) == ([*jobs, stubborn.pk], stubborn)
+
+
 class Singly:
     """A backend that refuses several jobs at once."""
 
@@ -204,7 +254,6 @@ def execute(text):
         cursor.execute(text)
 
 
-STUBBORN = "tests.kit.jobs.stubborn"
 RAISE, SKIP = "RAISE EXCEPTION 'kept for the audit'", "RETURN NULL"
 
 
