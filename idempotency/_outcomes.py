@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -58,10 +59,12 @@ class Log:
             self._lines.setdefault((kind, about), (level, text, values))
 
     def write(self) -> None:
-        for level, text, values in self._lines.values():
-            logger.log(level, text, *values)
-        self._logged.update(self._lines)
-        self._lines.clear()
+        lines, self._lines = self._lines, {}
+        self._logged.update(lines)
+        for level, text, values in lines.values():
+            # A handler that raises, perhaps because the database is lost, changes nothing.
+            with suppress(Exception):
+                logger.log(level, text, *values)
 
 
 def was_handed_over(job: StagedJob) -> bool:

@@ -94,9 +94,9 @@ def write_left(alias: str, log: Log) -> Counter[str]:
                     case None | TookEffect():
                         left[0] = job, NotDeleted.by(error)
     finally:
-        log.write()
         if left or locked:
             _left[alias] = left + locked + _left.pop(alias, [])
+        log.write()
     return counts
 
 

@@ -21,7 +21,7 @@ from idempotency._boundary import (
     drop_broken_connections,
     transaction_is_broken,
 )
-from idempotency._engine.caught_errors import has_caught_error, refuse_caught_error
+from idempotency._engine.caught_errors import refuse_caught_error
 from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
 from idempotency.jobs import refuse_generator
@@ -240,12 +240,10 @@ class OneByOne:
         broker takes another job."""
         return OfferedSingly(offer_singly(jobs, partial(self._offer, queue)))
 
-    def _offer(self, queue: str, job: StagedJob) -> NotOffered | None:
+    def _offer(self, queue: str, job: StagedJob) -> None:
         if not self.uses_database:
-            if has_caught_error(job._state.db):
-                return NotOffered()  # The savepoint of all these jobs will be rolled back first.
             self._hand_over(queue, job)
-            return None
+            return
         # The queue may be in this database. An error there must not break the transaction of the
         # enqueuer. The connections to other databases are checked before the next job.
         with hand_over_savepoint(job._state.db):
@@ -260,7 +258,6 @@ class OneByOne:
                     " transaction.atomic()."
                 )
             refuse_caught_error(job._state.db)
-        return None
 
     @in_own_context
     def _hand_over(self, queue: str, job: StagedJob) -> None:

@@ -157,6 +157,8 @@ class Run(Protocol):
     #: The last transaction of the run.
     transaction: OwnTransaction | None
     sessions: Sessions
+    #: Whether the last attempt stores a result, which a repeat returns once it is committed.
+    stores: bool
 
     @property
     def key(self) -> Any:

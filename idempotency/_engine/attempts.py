@@ -60,6 +60,8 @@ class Attempts:
         self._unique_violations += failure == "unique"
         if failure is None or self._unique_violations > _UNIQUE_RETRIES:
             return False
+        if run.work.is_committed and not run.stores:
+            return False  # A hook has raised, and a repeat would write again.
         key = run.key
         logger.info(
             "a %s%s is run again inside the process: %s",

@@ -31,6 +31,8 @@ class FinalState(Enum):
 class PhasedRun:
     """One run of the work of a claimed key, called by ``key.phases()`` and ``key.response()``."""
 
+    stores = True
+
     def __init__(self, key: ClaimedKey, work: Work) -> None:
         self.work = work
         self.using = str(key._state.db)  # where it was claimed

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
-from django.db import connections
+from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import debug_transaction
 from psycopg.errors import Diagnostic
@@ -105,8 +105,9 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     own.add_notice_handler(note)
     try:
         yield
-    except Exception:
-        if not own.closed:  # The error may be that of a hook, after the COMMIT.
+    except Exception as error:
+        # The error may be that of a hook, after the COMMIT.
+        if not (own.closed and isinstance(error, Error | psycopg.Error)):
             _require_no_cancelled_wait(cancelled)
         raise
     finally:

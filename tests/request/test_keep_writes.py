@@ -294,3 +294,18 @@ class InTestCase(TestCase):
             request = RequestFactory().post("/view/", headers={"Idempotency-Key": "key-1"})
             assert view(request).status_code == 403
         assert attempts() == 2
+
+
+@pytest.mark.postgres
+def test_a_conflict_of_a_hook_does_not_write_again(serve: Serve, sender: Sender) -> None:
+    def conflict() -> None:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'hook' USING ERRCODE = '40001'; END $$")
+
+    def work(request: HttpRequest) -> HttpResponse:
+        transaction.on_commit(conflict)
+        return count_attempt(keep_writes=True)
+
+    serve(view=plain(work))
+    assert sender.send().status_code == 500
+    assert attempts() == 1
