@@ -15,6 +15,7 @@ from django.http import (
     JsonResponse,
     RawPostDataException,
 )
+from django.test.client import MULTIPART_CONTENT
 from django.urls import get_script_prefix, get_urlconf, path, set_script_prefix, set_urlconf
 from django.utils import timezone, translation
 from django.utils.decorators import method_decorator
@@ -89,10 +90,11 @@ def test_what_is_too_long_to_be_stored_is_cut(shop: Shop, sender: Sender, serve:
     assert (key.request_method, key.remote_addr) == ("M" * 20, "9" * 45)
 
 
-def test_a_form_that_was_read_as_a_stream_is_a_mistake_of_the_project(
-    serve: Any, sender: Sender
+@pytest.mark.parametrize("content_type", [MULTIPART_CONTENT, "application/json"])
+def test_a_body_that_was_read_as_a_stream_is_a_mistake_of_the_project(
+    content_type: str, serve: Any, sender: Sender
 ) -> None:
-    """All such forms would be equal, and each would get the answer of the first."""
+    """All such bodies would be equal, and each would get the answer of the first."""
     protected = idempotent(lambda request: HttpResponse(status=201))
 
     def reads(request: HttpRequest) -> HttpResponseBase:
@@ -102,7 +104,12 @@ def test_a_form_that_was_read_as_a_stream_is_a_mistake_of_the_project(
     serve(view=reads)
     sender.client.raise_request_exception = True
     with pytest.raises(RawPostDataException, match="read as a stream"):
-        sender.client.post("/view/", {"amount": "1"}, headers={"Idempotency-Key": "key-1"})
+        sender.client.post(
+            "/view/",
+            {"amount": "1"},
+            content_type=content_type,
+            headers={"Idempotency-Key": "key-1"},
+        )
 
 
 def test_a_view_that_checks_for_a_csrf_token_is_run(shop: Shop, sender: Sender, serve: Any) -> None:

@@ -10,7 +10,13 @@ from django.core.files.uploadedfile import SimpleUploadedFile
 from django.core.files.uploadhandler import FileUploadHandler, StopUpload
 from django.core.handlers.asgi import ASGIRequest
 from django.db import OperationalError
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.http import (
+    HttpRequest,
+    HttpResponse,
+    HttpResponseBase,
+    JsonResponse,
+    RawPostDataException,
+)
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 from psycopg.errors import SerializationFailure
 from pytest_django import Settings
@@ -64,6 +70,16 @@ def test_the_body_of_a_large_upload_can_be_read(
     first, second = (sender.send(body=body, content_type=MULTIPART_CONTENT) for _ in range(2))
     assert (first.status_code, first.json()) == (201, {"body": len(body), **found})
     assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
+
+
+def test_a_body_as_large_as_the_limit_can_be_read(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    body = upload()
+    settings.FILE_UPLOAD_MAX_MEMORY_SIZE, settings.DATA_UPLOAD_MAX_MEMORY_SIZE = 1000, len(body)
+    serve(view=plain(whole))
+    answer = sender.send(body=body, content_type=MULTIPART_CONTENT)
+    assert (answer.status_code, answer.json()["body"]) == (201, len(body))
 
 
 def test_the_body_of_a_large_upload_can_be_read_under_asgi(large: None, sender: Sender) -> None:
@@ -140,7 +156,13 @@ def test_a_handler_may_still_stop_a_large_upload(
     large: None, serve: Serve, sender: Sender, settings: Settings
 ) -> None:
     settings.FILE_UPLOAD_HANDLERS = [f"{__name__}.Quota"]
-    serve(view=plain(lambda request: HttpResponse(str(len(request.FILES)))))
+
+    def view(request: HttpRequest) -> HttpResponse:
+        with pytest.raises(RawPostDataException):
+            request.body  # noqa: B018 - it has only the beginning of the upload
+        return HttpResponse(str(len(request.FILES)))
+
+    serve(view=plain(view))
     responses = [
         sender.send(body=upload(300_000), content_type=MULTIPART_CONTENT) for _ in range(2)
     ]
