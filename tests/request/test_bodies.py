@@ -28,8 +28,11 @@ def test_a_body_above_the_limit_is_kept_in_a_file(
     limit: int, in_file: bool, settings: Settings
 ) -> None:
     settings.FILE_UPLOAD_MAX_MEMORY_SIZE = limit
-    stream: Any = RereadableStream(request_with(b"x" * 10))
-    assert (stream.read(), stream._file._rolled) == (b"x" * 10, in_file)
+    request = request_with(b"x" * 10)
+    stream: Any = RereadableStream(request)
+    found = stream.read(), stream._file._rolled
+    request.close()
+    assert found == (b"x" * 10, in_file)
 
 
 def test_the_end_of_the_request_closes_the_kept_body_and_the_uploads() -> None:
