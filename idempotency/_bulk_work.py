@@ -27,6 +27,7 @@ from idempotency._async import FAILURES
 from idempotency._bulk_answers import prepare
 from idempotency._engine import decisions, events
 from idempotency._engine import rows as engine_rows
+from idempotency._engine.caught_errors import checked_atomic
 from idempotency._engine.errors import connection_lost, exceeded_time_limit
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.transactions import durable_transaction
@@ -69,7 +70,7 @@ def begin(work: BulkWork, rows: QuerySet[Any]) -> bool:
     }
     chosen = rows.values_list(*columns.values())
     try:
-        with transaction.atomic(using=alias):
+        with checked_atomic(alias):
             work.save(using=alias, force_insert=True)
             missing = work.expected - work.visited - _insert(chosen, tuple(columns), alias)
             if missing > 0:

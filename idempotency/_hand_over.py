@@ -11,6 +11,7 @@ the module.
 import logging
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import log2
 from typing import Any
 
@@ -227,7 +228,8 @@ def _results(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results
         if len(jobs) == 1:
             return {jobs[0].pk: error}
         text = "queue %r refused a batch of %d jobs, which are handed over one by one: %s"
-        logger.info(text, queue, len(jobs), error_text(error))
+        with suppress(Exception):  # The handler of a log must not change the results.
+            logger.info(text, queue, len(jobs), error_text(error))
     return backends.offer_singly(jobs, offer_one, unavailable=unavailable)
 
 

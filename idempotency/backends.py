@@ -219,6 +219,8 @@ def _result_of(
     except TransactionBroken as broken:
         broken.results = results | broken.results
         raise
+    except BrokerUnavailable as error:
+        return error
     except (Exception, CancelledError) as error:
         if transaction_is_broken(job._state.db, error):
             raise TransactionBroken(job, results) from error

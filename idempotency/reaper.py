@@ -119,9 +119,9 @@ def reap_once(
     batches = chain(
         _settle_overdue(alias, batch_size),
         _reap_expired(alias, batch_size),
-        _in_batches(_old_messages(alias), batch_size, "messages"),
+        _purge(_old_messages(alias), batch_size, "processed_at", "messages"),
         _delete_done_jobs(alias, batch_size),
-        _in_batches(_unused_groups(alias), batch_size),
+        _purge(_unused_groups(alias), batch_size, "pk"),
     )
     while not stop():
         start = time.monotonic()
@@ -154,7 +154,7 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     digits = partial(Replace, text=Value("-"))  # SQLite stores a UUID without hyphens.
     job = StagedJob.objects.using(alias).annotate(digits=digits(Cast("pk", CharField())))
     staged = Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id"))))
-    return old.exclude(staged).order_by("processed_at")
+    return old.exclude(staged)
 
 
 def _unused_groups(alias: str) -> QuerySet[JobGroup]:
@@ -188,15 +188,14 @@ def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
                 yield {"settled" if settled else "stuck": 1}
 
 
-def _in_batches(rows: QuerySet[Any], size: int, name: str = "") -> Iterator[dict[str, int]]:
-    """Delete ``rows``, ``size`` at a time; count them as ``name``. Locked rows are skipped."""
-    locked = rows.select_for_update(skip_locked=True).values_list("pk", flat=True)
-    while True:
+def _purge(rows: QuerySet[Any], size: int, by: str, name: str = "") -> Iterator[dict[str, int]]:
+    """Delete ``rows`` and count them as ``name``. Locked rows are skipped."""
+    for page in _pages(rows, size, by):
         with checked_atomic(rows.db, durable=True):
-            if not (page := list(locked[:size])):
-                return
-            rows.model._base_manager.using(rows.db).filter(pk__in=page).delete()
-        yield {name: len(page)} if name else {}
+            locked = rows.filter(pk__in=page).select_for_update(skip_locked=True)
+            ids = list(locked.values_list("pk", flat=True))
+            deleted, _ = rows.model._base_manager.using(rows.db).filter(pk__in=ids).delete()
+        yield {name: deleted} if name else {}
 
 
 def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:

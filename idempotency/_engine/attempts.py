@@ -60,8 +60,10 @@ class Attempts:
         self._unique_violations += failure == "unique"
         if failure is None or self._unique_violations > _UNIQUE_RETRIES:
             return False
-        if run.work.is_committed and not run.stores:
-            return False  # A hook has raised, and a repeat would write again.
+        if run.work.is_committed:
+            text = "a hook of transaction.on_commit() failed after the COMMIT of a %s"
+            logger.error(text, run.work.kind, exc_info=error)
+            return run.stores  # A repeat returns the stored result, or would write again.
         key = run.key
         logger.info(
             "a %s%s is run again inside the process: %s",

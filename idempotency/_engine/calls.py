@@ -229,7 +229,7 @@ def _delete_intent(row: DownstreamCall, *, using: str) -> None:
     intent = _intent(row, using=using)
     keys = IdempotencyKey.objects.using(using).filter(pk__in=intent.values("key"))
     keys.update(call_begun_at=Now())
-    intent.delete()
+    intent._raw_delete(using)  # without signals, as in _insert
 
 
 def _insert(row: DownstreamCall, using: str) -> DownstreamCall:

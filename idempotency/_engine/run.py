@@ -51,8 +51,7 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
                 raise
             if work.is_committed:
                 raise RuntimeError(
-                    "A hook of transaction.on_commit() raised this exception after the result was"
-                    " stored."
+                    "A hook of transaction.on_commit() raised this exception after the COMMIT."
                 ) from error
             if instead.is_raised:
                 raise

@@ -29,9 +29,9 @@ taken = []
 
 def break_with_write(**kwargs):
     """Break the open transaction, and catch the error."""
-    username = User.objects.values_list("username", flat=True).first() or UserFactory().username
     with suppress(DatabaseError):
-        UserFactory(username=username)
+        name = User.objects.values_list("username", flat=True).first() or UserFactory().username
+        UserFactory(username=name)
 
 
 def break_with_read(**kwargs):
@@ -124,6 +124,26 @@ class RaisingLog(logging.Handler):
         raise OSError
 
 
+class Down(BrokerElsewhere):
+    """Another broker that cannot be reached."""
+
+    def hand_over_one(self, queue, job):
+        break_now()
+        raise BrokerUnavailable("The broker is down.")
+
+
+class OneAtATime:
+    """A queue that refuses several jobs at once, and has a lease."""
+
+    lease_seconds = 30
+
+    def hand_over(self, queue, jobs):
+        if len(jobs) > 1:
+            raise ValueError("one at a time")
+        taken.extend(job.pk for job in jobs)
+        return {}
+
+
 class LogInDatabase(logging.Handler):
     """A log that breaks the transaction, and hides the error."""
 
@@ -196,6 +216,30 @@ def test_the_results_of_a_backend_that_took_nothing_count_whatever_was_rolled_ba
     assert StagedJob.objects.get().refusals == 0
 
 
+def test_a_broker_that_is_down_refuses_no_job_whatever_was_rolled_back(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.Down"}}
+    UserFactory()
+    StagedJobFactory.create_batch(4, job_args={})
+    with pytest.raises(BrokerUnavailable, match="The broker is down"):
+        enqueue_once()
+    assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
+
+
+def test_a_log_that_raises_changes_no_result_of_a_lease(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.OneAtATime"}}
+    StagedJobFactory.create_batch(3, job_args={})
+    logger, handler = logging.getLogger("idempotency"), RaisingLog()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=3)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert len(taken) == 3
+
+
 @pytest.mark.parametrize("handler", [LogInDatabase(), RaisingLog()])
 def test_the_handler_of_a_log_rolls_no_batch_back(handler, settings):
     """A job of the batch fails. Its line is logged after the end of the transaction."""
@@ -211,24 +255,46 @@ def test_the_handler_of_a_log_rolls_no_batch_back(handler, settings):
     assert (taken, StagedJob.objects.filter(failed_at__isnull=True).count()) == ([first.pk], 0)
 
 
+@pytest.mark.postgres
+def test_a_message_that_the_database_keeps_does_not_stop_the_reaper():
+    for name in "abc":
+        ProcessedMessage.objects.create(source="s", message_id=name, processed_at=ago(days=31))
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
+            " CREATE TRIGGER keep BEFORE DELETE ON idempotency_processedmessage FOR EACH ROW"
+            " WHEN (OLD.message_id = 'b') EXECUTE FUNCTION keep()"
+        )
+    try:
+        assert reap_once(batch_size=1) == ReapPass(messages=2)
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION keep() CASCADE")
+
+
 def test_no_receiver_rolls_the_intent_of_a_call_back(break_transaction, serve, sender):
     made = []
 
     def pay(key):
         with key.call("pay", at_most_once=True) as call:
             made.append(DownstreamCall.objects.count())
+            if len(made) == 1:
+                call.retryable()
+                raise OSError
             call.record("paid")
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse(status=201))
 
-    post_save.connect(break_transaction, sender=DownstreamCall)
+    for signal in (post_save, post_delete):
+        signal.connect(break_transaction, sender=DownstreamCall)
     try:
         UserFactory()
         serve(view=over_key(pay))
-        assert sender.send().status_code == 201
+        assert [sender.send().status_code for _ in range(2)] == [500, 201]
     finally:
-        post_save.disconnect(break_transaction, sender=DownstreamCall)
-    assert made == [1]
+        for signal in (post_save, post_delete):
+            signal.disconnect(break_transaction, sender=DownstreamCall)
+    assert made == [1, 1]
 
 
 def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(receiver):

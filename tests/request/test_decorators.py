@@ -640,7 +640,7 @@ def test_unique_violation_of_its_own_making_is_given_up_soon(
 )
 @pytest.mark.postgres
 def test_serialization_failure_after_commit_does_not_lose_the_answer(
-    kind: Kind, serve: Serve, sender: Sender
+    kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An on-commit hook may fail like the work, but the work is already committed."""
     failures = [1]
@@ -661,6 +661,7 @@ def test_serialization_failure_after_commit_does_not_lose_the_answer(
     assert (first.status_code, second.status_code) == (201, 201)
     assert first.content == second.content
     assert (counted.runs, Entry.objects.count()) == (1, 1)
+    assert ("failed after the COMMIT of a view" in caplog.text) is (kind is plain)
 
 
 # Failures
