@@ -23,7 +23,7 @@ from idempotency import backends
 from idempotency._async import FAILURES, awaited, in_own_context
 from idempotency._batch import Batch, Claim, claim
 from idempotency._boundary import TransactionBroken, boundary, transaction_is_broken
-from idempotency._engine.caught_errors import CAUGHT, has_caught_error
+from idempotency._engine.caught_errors import ROLLED_BACK, can_only_roll_back
 from idempotency._text import error_text
 from idempotency.backends import (
     Backend,
@@ -240,13 +240,13 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
     try:
         with backends.hand_over_savepoint(jobs[0]._state.db):
             results = _checked(queue, jobs, awaited(backend.hand_over(queue, jobs)))
-            if has_caught_error(jobs[0]._state.db):
-                is_lost = getattr(backend, "uses_database", True)
-                if is_lost and any(map(_is_taken, results.values())):
+            if can_only_roll_back(jobs[0]._state.db):
+                uses_database = getattr(backend, "uses_database", True)
+                if uses_database and any(map(_counts_as_done, results.values())):
                     results = {}
-                    raise TransactionManagementError(CAUGHT)
+                    raise TransactionManagementError(ROLLED_BACK)
                 if connections[str(jobs[0]._state.db)].in_atomic_block:
-                    # Django then rolls the savepoint back without an error.
+                    # No result depends on the writes, so Django rolls them back without an error.
                     transaction.set_rollback(True, using=jobs[0]._state.db)
         connections[str(jobs[0]._state.db)].validate_no_broken_transaction()
     except TransactionBroken:
@@ -284,7 +284,7 @@ def _checked(queue: str, jobs: Sequence[StagedJob], returned: Any) -> Results:
     return results
 
 
-def _is_taken(result: HandOverResult | None) -> bool:
+def _counts_as_done(result: HandOverResult | None) -> bool:
     return result is None or isinstance(result, OfferAgain | TookEffect)
 
 

@@ -18,10 +18,11 @@ from idempotency._async import awaited, in_own_context
 from idempotency._boundary import (
     TransactionBroken,
     callbacks,
+    connection_is_gone,
     drop_broken_connections,
     transaction_is_broken,
 )
-from idempotency._engine.caught_errors import refuse_caught_error
+from idempotency._engine.caught_errors import refuse_rollback
 from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
 from idempotency.jobs import refuse_generator
@@ -220,6 +221,8 @@ def _result_of(
         broken.results = results | broken.results
         raise
     except BrokerUnavailable as error:
+        if connection_is_gone(job._state.db):
+            raise TransactionBroken(job, results) from error
         return error
     except (Exception, CancelledError) as error:
         if transaction_is_broken(job._state.db, error):
@@ -259,7 +262,7 @@ class OneByOne:
                     " was rolled back. Commit it in the hand-over, for example with"
                     " transaction.atomic()."
                 )
-            refuse_caught_error(job._state.db)
+            refuse_rollback(job._state.db)
 
     @in_own_context
     def _hand_over(self, queue: str, job: StagedJob) -> None:

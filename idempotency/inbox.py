@@ -24,7 +24,7 @@ from django.db.transaction import TransactionManagementError
 from idempotency import conf
 from idempotency._async import either_context
 from idempotency._engine import replication
-from idempotency._engine.caught_errors import CAUGHT
+from idempotency._engine.caught_errors import ROLLED_BACK
 from idempotency._engine.cursors import changed_rows, classified_errors
 from idempotency._engine.database_product import require_postgresql
 from idempotency._engine.errors import has_ended, serialization_failed
@@ -139,7 +139,7 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> 
     except (OperationalError, InterfaceError):
         raise
     except DatabaseError as error:
-        raise TransactionManagementError(CAUGHT) from error
+        raise TransactionManagementError(ROLLED_BACK) from error
     if still != marker or has_ended(connection):
         raise TransactionManagementError(
             "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of"

@@ -24,7 +24,7 @@ from django.db.utils import Error, IntegrityError, InterfaceError, OperationalEr
 
 from idempotency._abandonment import settle
 from idempotency._engine.aliases import fields_elsewhere
-from idempotency._engine.caught_errors import checked_atomic, refuse_caught_error
+from idempotency._engine.caught_errors import checked_atomic, refuse_rollback
 from idempotency._engine.errors import missing_migration, sqlstate_of
 from idempotency._engine.outer_transactions import require_autocommit
 from idempotency._engine.transactions import durable_transaction
@@ -194,8 +194,8 @@ def _purge(rows: QuerySet[Any], size: int, by: str, name: str = "") -> Iterator[
         with checked_atomic(rows.db, durable=True):
             locked = rows.filter(pk__in=page).select_for_update(skip_locked=True)
             ids = list(locked.values_list("pk", flat=True))
-            deleted, _ = rows.model._base_manager.using(rows.db).filter(pk__in=ids).delete()
-        yield {name: deleted} if name else {}
+            _, by_model = rows.model._base_manager.using(rows.db).filter(pk__in=ids).delete()
+        yield {name: by_model.get(rows.model._meta.label, 0)} if name else {}
 
 
 def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -211,11 +211,12 @@ def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
 
 
 def _pages(rows: QuerySet[Any], size: int, by: str) -> Iterator[list[Any]]:
-    """Yield the primary keys of ``rows``, ``size`` at a time, in the order of the index of the time
-    ``by``. A row that was skipped does not come again."""
-    later = rows
-    while page := list(later.order_by(by, "pk").values_list(by, "pk")[:size]):
+    """Yield the primary keys of ``rows`` in the order of the index of ``by``, ``size`` at once."""
+    later, before = rows, list[Any]()
+    # SQLite compares times as texts, so the last row may come again.
+    while (page := list(later.order_by(by, "pk").values_list(by, "pk")[:size])) and page != before:
         yield [pk for _, pk in page]
+        before = page
         at, last = page[-1]
         behind = Q(**{f"{by}__gt": at}) | Q(**{by: at, "pk__gt": last})
         later = rows.filter(behind, **{f"{by}__gte": at})
@@ -229,14 +230,13 @@ def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[st
     committed: list[bool] = []
     try:
         with durable_transaction(None, using=alias):
-            # before the hooks of receivers
-            transaction.on_commit(partial(committed.append, True), using=alias)
+            transaction.on_commit(partial(committed.append, True), using=alias)  # the first hook
             # If an expired key has a lock, its request is running, even if its times are old.
             expired = keys.expired().exclude(held()).select_for_update(skip_locked=True)
             pks, locked = list(expired.filter(pk__in=pks).values_list("pk", flat=True)), True
             # Load no other column, because bodies may be large.
             _, by_model = keys.filter(pk__in=pks).only("pk").delete()
-            refuse_caught_error(alias)
+            refuse_rollback(alias)
             if connections[alias].vendor == "postgresql":
                 # A transaction of a TestCase has no COMMIT that would do it.
                 connections[alias].check_constraints()

@@ -157,8 +157,8 @@ class Run(Protocol):
     #: The last transaction of the run.
     transaction: OwnTransaction | None
     sessions: Sessions
-    #: Whether the last attempt stores a result, which a repeat returns once it is committed.
-    stores: bool
+    #: Whether the last attempt stored a result. After the COMMIT a repeat returns this result.
+    has_stored_result: bool
 
     @property
     def key(self) -> Any:

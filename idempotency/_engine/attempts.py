@@ -15,7 +15,7 @@ from idempotency import conf
 from idempotency._engine import errors
 from idempotency._engine.adapter import Run
 from idempotency._engine.events import about
-from idempotency._text import first_line
+from idempotency._text import error_text, first_line
 from idempotency.exceptions import NotReplicated, Unavailable
 
 logger = logging.getLogger("idempotency")
@@ -60,10 +60,12 @@ class Attempts:
         self._unique_violations += failure == "unique"
         if failure is None or self._unique_violations > _UNIQUE_RETRIES:
             return False
-        if run.work.is_committed:
-            text = "a hook of transaction.on_commit() failed after the COMMIT of a %s"
-            logger.error(text, run.work.kind, exc_info=error)
-            return run.stores  # A repeat returns the stored result, or would write again.
+        if error is not None and run.work.is_committed:
+            if run.has_stored_result:
+                text = "a hook of transaction.on_commit() failed after the COMMIT of a %s: %s"
+                told = error_text(error, withheld=run.work.hides_errors)
+                logger.error(text, run.work.kind, told)
+            return run.has_stored_result  # Without a result, a repeat would write again.
         key = run.key
         logger.info(
             "a %s%s is run again inside the process: %s",

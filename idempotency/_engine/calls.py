@@ -219,7 +219,7 @@ def _call_in_doubt(name: str) -> CallInDoubt:
 
 def _intent(row: DownstreamCall, *, using: str) -> QuerySet[DownstreamCall]:
     return DownstreamCall.objects.using(using).filter(
-        pk=row.pk, token=row.token, recorded_at__isnull=True
+        key_id=row.key_id, name=row.name, token=row.token, recorded_at__isnull=True
     )
 
 

@@ -1,8 +1,7 @@
 """Errors that code of the project, such as a receiver of a signal, has caught in a transaction.
 
-The error has broken the transaction. Django and PostgreSQL then answer COMMIT with a rollback and
-without an error. So if such code may run after the last statement of a transaction of this app, the
-transaction must be checked before its end.
+Such an error has broken the transaction. COMMIT then rolls back without an error. If such code can
+run after the last statement of a transaction of this app, check the transaction before its end.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from django.db import transaction
 from django.db.transaction import TransactionManagementError
 from psycopg.pq import TransactionStatus
 
-CAUGHT = (
+ROLLED_BACK = (
     "The block caught an error that broke its transaction, or marked it for rollback, so all its"
     " writes were rolled back. Put the statement whose error the block catches into a separate"
     " transaction.atomic(), and do not close the connection."
@@ -21,22 +20,22 @@ CAUGHT = (
 
 @contextmanager
 def checked_atomic(using: str | None, *, durable: bool = False) -> Iterator[None]:
-    """Run the block in ``atomic()``, with ``refuse_caught_error`` at its end."""
+    """Run the block in ``atomic()``, with ``refuse_rollback()`` at its end."""
     with transaction.atomic(using=using, durable=durable):
         yield
-        refuse_caught_error(using)
+        refuse_rollback(using)
 
 
-def refuse_caught_error(using: str | None) -> None:
+def refuse_rollback(using: str | None) -> None:
     """Raise TransactionManagementError if the open transaction or savepoint can only be rolled
     back."""
-    if has_caught_error(using):
-        raise TransactionManagementError(CAUGHT)
+    if can_only_roll_back(using):
+        raise TransactionManagementError(ROLLED_BACK)
 
 
-def has_caught_error(using: str | None) -> bool:
-    """Return whether a transaction is open that can only be rolled back. Django notes some errors
-    of a write alone; PostgreSQL notes each error."""
+def can_only_roll_back(using: str | None) -> bool:
+    """Return whether a transaction is open that can only be rolled back. Django notes
+    errors of some writes only; PostgreSQL notes each error."""
     connection = transaction.get_connection(using)
     if connection.needs_rollback:
         return True

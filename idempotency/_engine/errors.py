@@ -73,22 +73,22 @@ def _causes(error: BaseException | None) -> Iterator[Error]:
     """Yield the errors of the database that have caused ``error``, up to one that must not be
     retried. Code that handles an error of a statement may send another one in the broken
     transaction, such as EXPLAIN or an INSERT of a log: the error of that one hides the first."""
-    for cause in _chain(error, of_all=False):
+    for cause in _chain(error, with_contexts=False):
         if isinstance(cause, WriterBusy):
             return
         if isinstance(cause, Error):
             yield cause
 
 
-def _chain(error: BaseException | None, *, of_all: bool) -> Iterator[BaseException]:
-    """Yield ``error`` and its causes, and what was handled when it was raised: ``of_all`` errors,
-    or of those in a broken transaction. Yield each once, because ``raise error from error`` makes a
-    cycle."""
+def _chain(error: BaseException | None, *, with_contexts: bool) -> Iterator[BaseException]:
+    """Yield ``error`` and its causes, each once: ``raise error from error`` makes a cycle. If an
+    error has no cause, its context is yielded next, but only ``with_contexts`` or if the error came
+    from a broken transaction."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        hides = of_all or isinstance(error, InFailedSqlTransaction)
+        hides = with_contexts or isinstance(error, InFailedSqlTransaction)
         error = error.__cause__ or (error.__context__ if hides else None)
 
 
@@ -155,7 +155,7 @@ def session_timed_out(error: BaseException, using: str) -> bool:
 def exceeded_time_limit(error: BaseException | None) -> str | None:
     """Return the time limit at which PostgreSQL has ended the transaction, also if a later
     statement met the closed connection."""
-    states = (getattr(cause, "sqlstate", None) for cause in _chain(error, of_all=True))
+    states = (getattr(cause, "sqlstate", None) for cause in _chain(error, with_contexts=True))
     return next((_TIME_LIMITS[state] for state in states if state in _TIME_LIMITS), None)
 
 

@@ -31,7 +31,7 @@ class FinalState(Enum):
 class PhasedRun:
     """One run of the work of a claimed key, called by ``key.phases()`` and ``key.response()``."""
 
-    stores = True
+    has_stored_result = True
 
     def __init__(self, key: ClaimedKey, work: Work) -> None:
         self.work = work

@@ -34,7 +34,7 @@ class PlainRun:
     def __init__(self, work: Work, request: ClaimedRequest, using: str) -> None:
         self.work, self.using = work, using
         self.key: Any = None
-        self.stores = True
+        self.has_stored_result = True
         self.transaction: OwnTransaction | None = None
         self._request = request
         self._wait = Wait(work.wait_seconds)
@@ -127,7 +127,7 @@ class PlainRun:
             self._require_commit(outcome, others)
         # Other databases commit before this one.
         last_of = None if others.used else self.transaction
-        self.stores = outcome.is_stored
+        self.has_stored_result = outcome.is_stored
         if outcome.is_stored:
             stored = self.work.stored(outcome.value)
             fence.finish(self.key, stored, using=self.using, last_of=last_of)

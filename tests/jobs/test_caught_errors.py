@@ -132,6 +132,14 @@ class Down(BrokerElsewhere):
         raise BrokerUnavailable("The broker is down.")
 
 
+def lose_connection_and_broker(job):
+    """Take a job, or lose both."""
+    if job.job_args.get("breaks"):
+        connection.close()
+        raise BrokerUnavailable("The broker is down.")
+    taken.append(job.pk)
+
+
 class OneAtATime:
     """A queue that refuses several jobs at once, and has a lease."""
 
@@ -223,6 +231,15 @@ def test_a_broker_that_is_down_refuses_no_job_whatever_was_rolled_back(settings)
     with pytest.raises(BrokerUnavailable, match="The broker is down"):
         enqueue_once()
     assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
+
+
+def test_a_broker_and_a_connection_that_are_lost_together_refuse_no_other_job(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.lose_connection_and_broker"}}
+    breaking = StagedJobFactory(job_args={"breaks": 1})
+    others = StagedJobFactory.create_batch(3, job_args={})
+    assert enqueue_once() == EnqueuePass(handed_over=3, refused=1)
+    assert StagedJob.objects.get() == breaking
+    assert taken == [job.pk for job in others]
 
 
 def test_a_log_that_raises_changes_no_result_of_a_lease(settings):
