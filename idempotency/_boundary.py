@@ -95,14 +95,6 @@ def transaction_is_broken(alias: str | None, error: BaseException) -> bool:
     return connection.needs_rollback or (isinstance(error, Error) and not connection.is_usable())
 
 
-def connection_is_gone(alias: str | None) -> bool:
-    """Return whether the open transaction of the loop has lost its connection, so that not even a
-    savepoint can be rolled back."""
-    connection = connections[str(alias)]
-    gone = connection.closed_in_transaction or getattr(connection.connection, "closed", False)
-    return connection.in_atomic_block and bool(gone)
-
-
 def callbacks() -> int:
     """Return the number of on_commit callbacks. Callbacks of this app do not count, because no job
     depends on them."""

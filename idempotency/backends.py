@@ -18,7 +18,6 @@ from idempotency._async import awaited, in_own_context
 from idempotency._boundary import (
     TransactionBroken,
     callbacks,
-    connection_is_gone,
     drop_broken_connections,
     transaction_is_broken,
 )
@@ -221,8 +220,6 @@ def _result_of(
         broken.results = results | broken.results
         raise
     except BrokerUnavailable as error:
-        if connection_is_gone(job._state.db):
-            raise TransactionBroken(job, results) from error
         return error
     except (Exception, CancelledError) as error:
         if transaction_is_broken(job._state.db, error):
@@ -249,6 +246,14 @@ class OneByOne:
         if not self.uses_database:
             self._hand_over(queue, job)
             return
+        try:
+            self._offer_in_savepoint(queue, job)
+        except BrokerUnavailable as error:
+            if transaction_is_broken(job._state.db, error):  # even outside the savepoint
+                raise TransactionBroken(job, {}) from error
+            raise
+
+    def _offer_in_savepoint(self, queue: str, job: StagedJob) -> None:
         # The queue may be in this database. An error there must not break the transaction of the
         # enqueuer. The connections to other databases are checked before the next job.
         with hand_over_savepoint(job._state.db):

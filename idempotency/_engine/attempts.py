@@ -62,9 +62,9 @@ class Attempts:
             return False
         if error is not None and run.work.is_committed:
             if run.has_stored_result:
-                text = "a hook of transaction.on_commit() failed after the COMMIT of a %s: %s"
+                text = "a hook of transaction.on_commit() failed after the COMMIT of key %s: %s"
                 told = error_text(error, withheld=run.work.hides_errors)
-                logger.error(text, run.work.kind, told)
+                logger.error(text, run.key.key_hash, told, extra=about(run.key))
             return run.has_stored_result  # Without a result, a repeat would write again.
         key = run.key
         logger.info(

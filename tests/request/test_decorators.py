@@ -661,7 +661,7 @@ def test_serialization_failure_after_commit_does_not_lose_the_answer(
     assert (first.status_code, second.status_code) == (201, 201)
     assert first.content == second.content
     assert (counted.runs, Entry.objects.count()) == (1, 1)
-    assert ("failed after the COMMIT of a view" in caplog.text) is (kind is plain)
+    assert ("failed after the COMMIT of key" in caplog.text) is (kind is plain)
 
 
 # Failures
