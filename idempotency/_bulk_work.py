@@ -16,7 +16,7 @@ from typing import Any
 from django.apps import apps
 from django.contrib.auth import get_user_model
 from django.core.exceptions import EmptyResultSet
-from django.db import IntegrityError, ProgrammingError, connections, transaction
+from django.db import IntegrityError, ProgrammingError, connections
 from django.db.models import F, Model, Q, QuerySet, TextField, UUIDField, Value
 from django.db.models.expressions import RawSQL
 from django.db.models.functions import Cast, Now
@@ -254,7 +254,7 @@ def _changed_together(
 
 def _act_carefully(work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str) -> str:
     try:
-        with transaction.atomic(using=alias):
+        with checked_atomic(alias):
             return _act(work, row, answer, alias)
     except FAILURES as error:
         if connection_lost(error, alias):

@@ -24,7 +24,7 @@ from django.db.transaction import TransactionManagementError
 from idempotency import conf
 from idempotency._async import either_context
 from idempotency._engine import replication
-from idempotency._engine.caught_errors import ROLLED_BACK
+from idempotency._engine.caught_errors import ROLLED_BACK, refuse_rollback
 from idempotency._engine.cursors import changed_rows, classified_errors
 from idempotency._engine.database_product import require_postgresql
 from idempotency._engine.errors import has_ended, serialization_failed
@@ -145,6 +145,7 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> 
             "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of"
             " the message may not agree. Use transaction.atomic() and transaction.set_rollback()."
         )
+    refuse_rollback(connection.alias)  # A wrapper of this statement may have caught an error.
 
 
 def _insert(

@@ -1,10 +1,11 @@
 """Log lines and signals about a key."""
 
 import logging
+from contextlib import ExitStack, suppress
 from logging import WARNING
 from typing import Any
 
-from django.db import transaction
+from django.db import Error, connections, transaction
 from django.dispatch import Signal
 
 from idempotency import signals
@@ -39,7 +40,14 @@ def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: A
 
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
-    signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+    """Send a signal. In an open transaction the receivers of a project run in a savepoint: the
+    error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed."""
+    others = [uid for (uid, _), *_ in signal.receivers if "idempotency" not in str(uid)]
+    with suppress(Error), ExitStack() as savepoints:
+        for connection in connections.all(initialized_only=True) if others else ():
+            if connection.in_atomic_block:
+                savepoints.enter_context(transaction.atomic(using=connection.alias))
+        signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
 
 
 def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: Any) -> None:

@@ -16,6 +16,7 @@ from django.db.utils import Error
 from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
+from idempotency._engine.caught_errors import refuse_rollback
 from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.outer_transactions import is_in_outer_transaction
 from idempotency._engine.sessions import Sessions
@@ -137,6 +138,8 @@ class PlainRun:
             others.set_rollback()
             return False
         others.prepare_commits()
+        if self.transaction is not None and self.transaction.last is None:
+            refuse_rollback(self.using)  # A wrapper of the last statement may have caught an error.
         return True
 
     def _require_commit(self, outcome: Outcome, others: OtherTransactions) -> None:

@@ -114,7 +114,7 @@ class OwnTransaction:
         self._first, self._lease_seconds, self._begun = first, lease_seconds, False
         #: Empty in a plain run, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
-        self._last: _Last | None = None
+        self.last: _Last | None = None
 
     @property
     def is_open(self) -> bool:
@@ -183,7 +183,7 @@ class OwnTransaction:
         if self._marker:
             parameters = Hidden({**parameters.value, "marker": self._marker})
             text += _OR_ENDED
-        self._last = text, parameters, then, {**meanings, **_ENDED}
+        self.last = text, parameters, then, {**meanings, **_ENDED}
         return True
 
     def require_open(self) -> None:
@@ -202,8 +202,8 @@ class OwnTransaction:
         """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no
         transaction, and sends nothing. Nothing is committed on an error.
         Raises TransactionEnded if the work has ended the transaction of a phase."""
-        if self._last is not None:
-            connection, (text, parameters, then, meanings) = self.connection, self._last
+        if self.last is not None:
+            connection, (text, parameters, then, meanings) = self.connection, self.last
             with classified_errors(connection):
                 result = round_trips.run(
                     connection, text, parameters, after=["COMMIT"], meanings=meanings

@@ -31,6 +31,7 @@ class Counting:
         self, count: Callable[[str, str], object], observe: Callable[[str, float], object]
     ) -> None:
         self._count, self._observe = count, observe
+        self._uid = f"idempotency {id(self)}"
         #: The key that runs in this context, its recovery point, and the monotonic time when the
         #: run reached that point.
         self._standing: ContextVar[tuple[Any, str, float] | None] = ContextVar(
@@ -48,12 +49,12 @@ class Counting:
     def connect(self) -> None:
         """Start to count."""
         for signal, receiver in self._receivers.items():
-            signal.connect(receiver, weak=False)
+            signal.connect(receiver, weak=False, dispatch_uid=self._uid)
 
     def disconnect(self) -> None:
         """Stop to count."""
         for signal, receiver in self._receivers.items():
-            signal.disconnect(receiver)
+            signal.disconnect(receiver, dispatch_uid=self._uid)
 
     def _claimed(self, key: IdempotencyKey, **kwargs: Any) -> None:
         self._count("claimed", "")

@@ -11,6 +11,7 @@ from django.db.models.signals import post_delete, post_save
 from django.db.transaction import TransactionManagementError
 from django.http import HttpResponse
 
+from idempotency import signals
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.models import DownstreamCall, JobGroup, ProcessedMessage, StagedJob
@@ -19,7 +20,8 @@ from idempotency.reaper import ReapPass, reap_once
 from rides_demo.models import User
 from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
-from tests.kit.views import over_key
+from tests.kit.views import both_kinds, over_key, plain
+from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -338,3 +340,48 @@ def test_a_pass_of_the_reaper_ends_at_a_deletion_that_was_rolled_back(
     post_delete.disconnect(break_transaction)
     assert reap_once() == ReapPass(messages=int(model is ProcessedMessage))
     assert not model.objects.exists()
+
+
+def with_broken_wrapper(execute, sql, params, many, context):
+    """Execute a statement of the app, and break the transaction behind it, as a slow-query log may
+    do whose own statement fails."""
+    result = execute(sql, params, many, context)
+    if "idempotency_idempotencykey" in sql and sql.startswith("UPDATE"):
+        break_now()
+    return result
+
+
+@both_kinds
+def test_a_wrapper_that_breaks_the_transaction_behind_the_last_statement_is_told(
+    kind, serve, sender
+):
+    def work(request):
+        Entry.objects.create(name="booked")
+        return HttpResponse(status=201)
+
+    serve(view=kind(work))
+    with connection.execute_wrapper(with_broken_wrapper):
+        assert sender.send().status_code == 500
+    assert not Entry.objects.exists()
+    assert sender.send().status_code == 201
+
+
+@pytest.mark.parametrize("signal", [signals.key_replayed, signals.request_answered])
+def test_a_receiver_of_a_signal_rolls_no_transaction_of_the_caller_back(
+    signal, break_transaction, serve, sender
+):
+    protected = plain(lambda request: HttpResponse(status=201))
+
+    def view(request):
+        with transaction.atomic():
+            Entry.objects.create(name="order")
+            return protected(request)
+
+    serve(view=view)
+    sender.send()
+    signal.connect(break_transaction)
+    try:
+        assert sender.send().status_code == 201
+    finally:
+        signal.disconnect(break_transaction)
+    assert Entry.objects.count() == 2
