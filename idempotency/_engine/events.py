@@ -9,11 +9,18 @@ from django.db import Error, connections, transaction
 from django.dispatch import Signal
 
 from idempotency import signals
-from idempotency._engine.outer_transactions import in_outer_transaction
+from idempotency._engine.errors import has_ended
+from idempotency._engine.outer_transactions import in_outer_transaction, is_in_outer_transaction
 from idempotency._engine.rows import read
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
+
+
+class OwnUid(str):
+    """The ``dispatch_uid`` of a receiver of this app, which sends nothing to a database."""
+
+    __slots__ = ()
 
 
 def about(key: IdempotencyKey) -> dict[str, Any]:
@@ -42,11 +49,12 @@ def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: A
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
     """Send a signal. In an open transaction the receivers of a project run in a savepoint: the
     error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed."""
-    others = [uid for (uid, _), *_ in signal.receivers if "idempotency" not in str(uid)]
+    others = [uid for (uid, _), *_ in signal.receivers if not isinstance(uid, OwnUid)]
     with suppress(Error), ExitStack() as savepoints:
         for connection in connections.all(initialized_only=True) if others else ():
-            if connection.in_atomic_block:
-                savepoints.enter_context(transaction.atomic(using=connection.alias))
+            if is_in_outer_transaction(connection) and not has_ended(connection):
+                with suppress(Exception):  # A broken transaction cannot be broken any more.
+                    savepoints.enter_context(transaction.atomic(using=connection.alias))
         signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
 
 

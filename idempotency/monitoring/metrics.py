@@ -9,6 +9,7 @@ from typing import Any
 from django.db import Error, connections, router
 
 from idempotency import signals
+from idempotency._engine.events import OwnUid
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.monitoring import measures
 
@@ -31,7 +32,7 @@ class Counting:
         self, count: Callable[[str, str], object], observe: Callable[[str, float], object]
     ) -> None:
         self._count, self._observe = count, observe
-        self._uid = f"idempotency {id(self)}"
+        self._uid = OwnUid(f"idempotency {id(self)}")
         #: The key that runs in this context, its recovery point, and the monotonic time when the
         #: run reached that point.
         self._standing: ContextVar[tuple[Any, str, float] | None] = ContextVar(
