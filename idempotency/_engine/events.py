@@ -2,10 +2,12 @@
 
 import logging
 from contextlib import ExitStack, suppress
+from functools import partial
 from logging import WARNING
 from typing import Any
 
-from django.db import Error, connections, transaction
+from django.db import Error, OperationalError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
 from idempotency import signals
@@ -48,14 +50,32 @@ def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: A
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
     """Send a signal. In an open transaction the receivers of a project run in a savepoint: the
-    error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed."""
+    error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed.
+    Raises OperationalError if the transaction was lost meanwhile."""
     others = [uid for (uid, _), *_ in signal.receivers if not isinstance(uid, OwnUid)]
-    with suppress(Error), ExitStack() as savepoints:
+    opened: list[BaseDatabaseWrapper] = []
+    with ExitStack() as savepoints:
         for connection in connections.all(initialized_only=True) if others else ():
-            if is_in_outer_transaction(connection) and not has_ended(connection):
+            if (
+                is_in_outer_transaction(connection)
+                and not connection.needs_rollback
+                and not has_ended(connection)
+            ):
+                savepoint = transaction.atomic(using=connection.alias)
                 with suppress(Exception):  # A broken transaction cannot be broken any more.
-                    savepoints.enter_context(transaction.atomic(using=connection.alias))
+                    savepoint.__enter__()
+                    savepoints.push(partial(_leave, savepoint))
+                    opened.append(connection)
         signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+    if any(connection.needs_rollback for connection in opened):
+        # Django would roll the transaction back without an error.
+        raise OperationalError("A transaction was lost while the receivers of a signal ran.")
+
+
+def _leave(savepoint: transaction.Atomic, *error: Any) -> None:
+    """Leave a savepoint, whose writes are rolled back if a receiver has broken it."""
+    with suppress(Error):
+        savepoint.__exit__(None, None, None)
 
 
 def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: Any) -> None:

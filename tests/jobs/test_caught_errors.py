@@ -385,3 +385,27 @@ def test_a_receiver_of_a_signal_rolls_no_transaction_of_the_caller_back(
     finally:
         signal.disconnect(break_transaction)
     assert Entry.objects.count() == 2
+
+
+@pytest.mark.postgres
+def test_a_transaction_that_is_lost_while_receivers_run_is_told(serve, sender):
+    protected = plain(lambda request: HttpResponse(status=201))
+
+    def view(request):
+        with transaction.atomic():
+            Entry.objects.create(name="order")
+            return protected(request)
+
+    def lose_session(**kwargs):
+        with suppress(DatabaseError), connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    serve(view=view)
+    sender.send()
+    signals.key_replayed.connect(lose_session)
+    try:
+        assert sender.send().status_code >= 500
+    finally:
+        signals.key_replayed.disconnect(lose_session)
+        connection.close()
+    assert Entry.objects.count() == 1
