@@ -52,10 +52,14 @@ def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) 
     """Send a signal. In an open transaction the receivers of a project run in a savepoint: the
     error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed.
     Raises OperationalError if the transaction was lost meanwhile."""
-    others = [uid for (uid, _), *_ in signal.receivers if not isinstance(uid, OwnUid)]
+    if not signal.receivers:
+        return
+    if not [uid for (uid, _), *_ in signal.receivers if not isinstance(uid, OwnUid)]:
+        signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+        return
     opened: list[BaseDatabaseWrapper] = []
     with ExitStack() as savepoints:
-        for connection in connections.all(initialized_only=True) if others else ():
+        for connection in connections.all(initialized_only=True):
             if (
                 is_in_outer_transaction(connection)
                 and not connection.needs_rollback
