@@ -20,7 +20,7 @@ logger = logging.getLogger("idempotency")
 
 
 class OwnUid(str):
-    """The ``dispatch_uid`` of a receiver of this app, which sends nothing to a database."""
+    """The ``dispatch_uid`` of a receiver of this app, which sends nothing in a transaction."""
 
     __slots__ = ()
 

@@ -116,8 +116,7 @@ class Unavailable:
 
     def hand_over(self, queue, jobs):
         break_now()
-        raise_later = BrokerUnavailable("The table is locked.")
-        return dict.fromkeys((job.pk for job in jobs), raise_later)
+        return dict.fromkeys((job.pk for job in jobs), BrokerUnavailable("The table is locked."))
 
 
 class RaisingLog(logging.Handler):
