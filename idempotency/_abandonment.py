@@ -7,7 +7,11 @@ from django.db import Error
 
 from idempotency import _text, conf, signals
 from idempotency._async import FAILURES
-from idempotency._boundary import checked_at_end, drop_unusable_connections
+from idempotency._boundary import (
+    checked_at_end,
+    drop_broken_connections,
+    drop_unusable_connections,
+)
 from idempotency._engine import claims, decisions, events, fence, rows
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.calls import Calls
@@ -22,6 +26,11 @@ from idempotency.models import DownstreamCall
 BEGUN = (
     "The function on_abandon was begun and did not end. Check its effects on downstream services,"
     " then answer the key."
+)
+
+ROLLED_BACK = (
+    "The function on_abandon left a transaction open on {}, which was rolled back. Check its other"
+    " effects, then answer the key."
 )
 
 
@@ -91,13 +100,17 @@ def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
         try:
             with watched_key(key), checked_at_end():
                 abandoned = work.abandon(key)
+                rolled_back = drop_broken_connections()
         finally:
             drop_unusable_connections()  # Its session may have ended during a long call.
-        if abandoned.stored is not None:
+        if rolled_back:
+            failure = ROLLED_BACK.format(", ".join(map(repr, rolled_back)))
+        elif abandoned.stored is not None:
             key.calls.require_results()
             fence.finish(key, abandoned.stored, using=using)
             return True
-        failure = abandoned.failure
+        else:
+            failure = abandoned.failure
     except LockLost:
         raise
     except FAILURES as error:

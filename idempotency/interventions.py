@@ -138,7 +138,8 @@ def answer(
     stored = adapter_of(method).answer(response)
     if done := decisions.answer(Decision(pk, seen, at, by, note, alias), stored, calls=calls):
         replication.confirm(alias)
-        events.emit(signals.key_finished, rows.read(pk, using=alias), None)
+        if (key := rows.read(pk, using=alias)) is not None:
+            events.emit_committed(signals.key_finished, key, None)
     return done
 
 

@@ -48,6 +48,16 @@ def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: A
     logger.log(level, text, *values, exc_info=exc_info, extra=extra, stacklevel=2)
 
 
+def log_committed(text: str, key: IdempotencyKey, *values: object, using: str) -> None:
+    """Write a warning about a key: now, or after the COMMIT of an open transaction, which the
+    handler of a log must not break."""
+    write = partial(log, WARNING, text, key, *values)
+    if in_outer_transaction(using):
+        transaction.on_commit(write, using=using, robust=True)
+    else:
+        write()
+
+
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
     """Send a signal. In an open transaction the receivers of a project run in a savepoint: the
     error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed.

@@ -231,6 +231,27 @@ def test_an_answer_is_what_the_clients_retry_gets(shop: Shop, sender: Sender) ->
     assert Entry.objects.get().name == "ordered"
 
 
+def test_an_answer_is_told_after_the_commit_of_the_callers_transaction(
+    shop: Shop, sender: Sender
+) -> None:
+    sender.send()
+    key = make_stuck()
+    told: list[bool] = []
+
+    def hear(**kwargs: Any) -> None:
+        told.append(connection.in_atomic_block)
+
+    key_finished.connect(hear)
+    try:
+        with transaction.atomic():
+            gone = HttpResponse("gone", status=410)
+            assert interventions.answer(key.pk, key.claim_token, gone, by="jane")
+            assert not told
+    finally:
+        key_finished.disconnect(hear)
+    assert told == [False]
+
+
 @pytest.mark.parametrize("status", [100, 302, 401, 429, 500])
 def test_an_answer_that_ends_nothing_is_refused(status: int) -> None:
     key = IdempotencyKeyFactory(claim_token=uuid4())

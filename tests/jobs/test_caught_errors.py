@@ -1,28 +1,21 @@
-"""Code of the project breaks a transaction of the app and catches the error. Django then rolls the
-transaction back without an error, so nothing in it may count as done."""
+"""Code of the project breaks a transaction of the enqueuer and catches the error. Django then rolls
+the transaction back without an error, so no job in it may count as handed over."""
 
 import logging
 import sys
-from contextlib import suppress
 
 import pytest
-from django.db import DatabaseError, connection, transaction
-from django.db.models.signals import post_delete, post_save
-from django.db.transaction import TransactionManagementError
-from django.http import HttpResponse
+from django.db import connection, transaction
+from django.db.models.signals import post_delete
 
-from idempotency import signals
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
-from idempotency.models import DownstreamCall, JobGroup, ProcessedMessage, StagedJob
-from idempotency.phases import atomic_phase
-from idempotency.reaper import ReapPass, reap_once
+from idempotency.models import StagedJob
 from rides_demo.models import User
 from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
-from tests.kit.views import both_kinds, over_key, plain
+from tests.kit.breaking import BREAKS, break_with_write
 from tests.kit.waiting import eventually
-from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -30,23 +23,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 taken = []
 
 
-def break_with_write(**kwargs):
-    """Break the open transaction, and catch the error."""
-    with suppress(DatabaseError):
-        name = User.objects.values_list("username", flat=True).first() or UserFactory().username
-        UserFactory(username=name)
-
-
-def break_with_read(**kwargs):
-    """Break the transaction of the server alone: Django does not note the error of a read."""
-    with suppress(DatabaseError), connection.cursor() as cursor:
-        cursor.execute("SELECT 1/0")
-
-
-@pytest.fixture(
-    autouse=True,
-    params=[break_with_write, pytest.param(break_with_read, marks=pytest.mark.postgres)],
-)
+@pytest.fixture(autouse=True, params=BREAKS)
 def break_transaction(request, monkeypatch):
     """Set the way in which code of the project breaks a transaction."""
     monkeypatch.setattr(sys.modules[__name__], "break_now", request.param)
@@ -161,14 +138,6 @@ class LogInDatabase(logging.Handler):
         break_now()
 
 
-@pytest.fixture
-def receiver(break_transaction):
-    """Break the transaction of each deletion."""
-    post_delete.connect(break_transaction)
-    yield
-    post_delete.disconnect(break_transaction)
-
-
 @pytest.fixture(autouse=True)
 def backend(settings):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.write_down"}}
@@ -276,137 +245,14 @@ def test_the_handler_of_a_log_rolls_no_batch_back(handler, settings):
     assert (taken, StagedJob.objects.filter(failed_at__isnull=True).count()) == ([first.pk], 0)
 
 
-@pytest.mark.postgres
-def test_a_message_that_the_database_keeps_does_not_stop_the_reaper():
-    for name in "abc":
-        ProcessedMessage.objects.create(source="s", message_id=name, processed_at=ago(days=31))
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
-            " CREATE TRIGGER keep BEFORE DELETE ON idempotency_processedmessage FOR EACH ROW"
-            " WHEN (OLD.message_id = 'b') EXECUTE FUNCTION keep()"
-        )
-    try:
-        assert reap_once(batch_size=1) == ReapPass(messages=2)
-    finally:
-        with connection.cursor() as cursor:
-            cursor.execute("DROP FUNCTION keep() CASCADE")
-
-
-def test_no_receiver_rolls_the_intent_of_a_call_back(break_transaction, serve, sender):
-    made = []
-
-    def pay(key):
-        with key.call("pay", at_most_once=True) as call:
-            made.append(DownstreamCall.objects.count())
-            if len(made) == 1:
-                call.retryable()
-                raise OSError
-            call.record("paid")
-        with atomic_phase(key) as phase:
-            phase.set_response(HttpResponse(status=201))
-
-    for signal in (post_save, post_delete):
-        signal.connect(break_transaction, sender=DownstreamCall)
-    try:
-        UserFactory()
-        serve(view=over_key(pay))
-        assert [sender.send().status_code for _ in range(2)] == [500, 201]
-    finally:
-        for signal in (post_save, post_delete):
-            signal.disconnect(break_transaction, sender=DownstreamCall)
-    assert made == [1, 1]
-
-
-def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(receiver):
+def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(break_transaction):
     job = StagedJobFactory(job_args={})
-    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
-    assert StagedJob.objects.get().last_error.startswith("NotDeleted:")
-    StagedJob.objects.update(run_at=ago(minutes=1))
-    enqueue_once()
+    post_delete.connect(break_transaction)
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+        assert StagedJob.objects.get().last_error.startswith("NotDeleted:")
+        StagedJob.objects.update(run_at=ago(minutes=1))
+        enqueue_once()
+    finally:
+        post_delete.disconnect(break_transaction)
     assert taken == [job.pk]
-
-
-@pytest.mark.parametrize("model", [ProcessedMessage, JobGroup])
-def test_a_pass_of_the_reaper_ends_at_a_deletion_that_was_rolled_back(
-    receiver, model, break_transaction
-):
-    UserFactory()
-    if model is ProcessedMessage:
-        model.objects.create(source="s", message_id="1", processed_at=ago(days=31))
-    else:
-        model.objects.create(name="g", position=1, used_at=ago(days=2))
-    with pytest.raises(TransactionManagementError, match="The block caught an error"):
-        reap_once()
-    post_delete.disconnect(break_transaction)
-    assert reap_once() == ReapPass(messages=int(model is ProcessedMessage))
-    assert not model.objects.exists()
-
-
-def with_broken_wrapper(execute, sql, params, many, context):
-    """Execute a statement of the app, and break the transaction behind it, as a slow-query log may
-    do whose own statement fails."""
-    result = execute(sql, params, many, context)
-    if "idempotency_idempotencykey" in sql and sql.startswith("UPDATE"):
-        break_now()
-    return result
-
-
-@both_kinds
-def test_a_wrapper_that_breaks_the_transaction_behind_the_last_statement_is_told(
-    kind, serve, sender
-):
-    def work(request):
-        Entry.objects.create(name="booked")
-        return HttpResponse(status=201)
-
-    serve(view=kind(work))
-    with connection.execute_wrapper(with_broken_wrapper):
-        assert sender.send().status_code == 500
-    assert not Entry.objects.exists()
-    assert sender.send().status_code == 201
-
-
-@pytest.mark.parametrize("signal", [signals.key_replayed, signals.request_answered])
-def test_a_receiver_of_a_signal_rolls_no_transaction_of_the_caller_back(
-    signal, break_transaction, serve, sender
-):
-    protected = plain(lambda request: HttpResponse(status=201))
-
-    def view(request):
-        with transaction.atomic():
-            Entry.objects.create(name="order")
-            return protected(request)
-
-    serve(view=view)
-    sender.send()
-    signal.connect(break_transaction)
-    try:
-        assert sender.send().status_code == 201
-    finally:
-        signal.disconnect(break_transaction)
-    assert Entry.objects.count() == 2
-
-
-@pytest.mark.postgres
-def test_a_transaction_that_is_lost_while_receivers_run_is_told(serve, sender):
-    protected = plain(lambda request: HttpResponse(status=201))
-
-    def view(request):
-        with transaction.atomic():
-            Entry.objects.create(name="order")
-            return protected(request)
-
-    def lose_session(**kwargs):
-        with suppress(DatabaseError), connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-
-    serve(view=view)
-    sender.send()
-    signals.key_replayed.connect(lose_session)
-    try:
-        assert sender.send().status_code >= 500
-    finally:
-        signals.key_replayed.disconnect(lose_session)
-        connection.close()
-    assert Entry.objects.count() == 1

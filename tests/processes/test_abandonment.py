@@ -24,6 +24,7 @@ from tests.kit.outages import cut_this_connection
 from tests.kit.serving import Sender
 from tests.kit.threads import all_at_once
 from tests.kit.views import over_key
+from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -189,6 +190,23 @@ def test_one_that_fails_leaves_the_key_to_a_person(abandoned: Any, answer: Any, 
     key.refresh_from_db()
     assert key.stuck_code == "on_abandon"
     assert said in key.stuck_reason
+
+
+def test_one_that_leaves_a_transaction_open_leaves_the_key_to_a_person(abandoned: Any) -> None:
+    """Its writes are rolled back, so its response would be wrong."""
+
+    def on_abandon(key: IdempotencyKey) -> HttpResponseBase:
+        with connection.cursor() as cursor:
+            cursor.execute("BEGIN")
+        Entry.objects.create(name="refunded")
+        return HttpResponse(status=410)
+
+    key = abandoned(on_abandon)
+    assert settle(key.pk, using="default") is False
+    key.refresh_from_db()
+    assert (key.stuck_code, key.finished_at) == ("on_abandon", None)
+    assert "left a transaction open on 'default', which was rolled back" in key.stuck_reason
+    assert not Entry.objects.exists()
 
 
 def test_a_death_in_the_middle_leaves_the_key_to_a_person(abandoned: Any) -> None:

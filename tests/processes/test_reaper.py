@@ -13,15 +13,17 @@ from django.core.management import call_command
 from django.db import DatabaseError, IntegrityError, ProgrammingError, connection, transaction
 from django.db.models import ProtectedError
 from django.db.models.signals import post_delete, pre_delete
+from django.db.transaction import TransactionManagementError
 from pytest_django import Settings
 
 from idempotency import reaper
-from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.models import IdempotencyKey, JobGroup, ProcessedMessage, StagedJob
 from idempotency.monitoring.measures import keys_to_reap
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_stuck
-from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago, expired_key, expired_keys, lock_end, make_older
+from tests.kit.breaking import BREAKS
 from tests.kit.database import held_transaction
 from tests.kit.shards import EntriesInShardB
 from tests.kit.threads import at_once
@@ -439,3 +441,40 @@ def test_the_reaper_counts_for_somebody_who_waits(out, counts):
     assert ("\r1 of 1" in out.getvalue()) is counts
     assert out.getvalue().rpartition("\r\033[K")[2].startswith("reap_keys: 1 ")
     assert not IdempotencyKey.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.postgres
+def test_a_message_that_the_database_keeps_does_not_stop_the_reaper():
+    for name in "abc":
+        ProcessedMessage.objects.create(source="s", message_id=name, processed_at=ago(days=31))
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
+            " CREATE TRIGGER keep BEFORE DELETE ON idempotency_processedmessage FOR EACH ROW"
+            " WHEN (OLD.message_id = 'b') EXECUTE FUNCTION keep()"
+        )
+    try:
+        assert reap_once(batch_size=1) == ReapPass(messages=2)
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION keep() CASCADE")
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("break_transaction", BREAKS)
+@pytest.mark.parametrize("model", [ProcessedMessage, JobGroup])
+def test_a_pass_of_the_reaper_ends_at_a_deletion_that_was_rolled_back(model, break_transaction):
+    UserFactory()
+    if model is ProcessedMessage:
+        model.objects.create(source="s", message_id="1", processed_at=ago(days=31))
+    else:
+        model.objects.create(name="g", position=1, used_at=ago(days=2))
+    post_delete.connect(break_transaction)
+    try:
+        with pytest.raises(TransactionManagementError, match="The block caught an error"):
+            reap_once()
+    finally:
+        post_delete.disconnect(break_transaction)
+    assert reap_once() == ReapPass(messages=int(model is ProcessedMessage))
+    assert not model.objects.exists()
