@@ -18,6 +18,7 @@ from idempotency._engine.calls import Calls
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import accepts_writes
 from idempotency._engine.hung import watched_key
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.replays import cause_of
 from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
 from idempotency.models import DownstreamCall
@@ -38,9 +39,9 @@ def settle(pk: int, *, using: str) -> bool | None:
     """Settle an unfinished key past its retention. Several processes may try; one succeeds.
 
     On return the key is finished with the response of ``on_abandon`` (True) or stuck (False). The
-    result is None in these cases: a run or another process has the key; only a retry of its client
-    runs it from now on; PREPARE_REQUEST or a path converter fails, because the view may have an
-    ``on_abandon``.
+    result is None in these cases: a run, an operator or another process has the key; only a retry
+    of its client runs it from now on; PREPARE_REQUEST fails or leaves a transaction open, or a path
+    converter fails, because the view may have an ``on_abandon``.
 
     Before ``on_abandon`` runs, outside any transaction, the key is marked as stuck. If the process
     dies during it, the key stays stuck and ``on_abandon`` does not run again.
@@ -53,6 +54,7 @@ def settle(pk: int, *, using: str) -> bool | None:
 def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
     try:
         has_on_abandon = work.require_on_abandon()
+        require_no_transaction(using)  # PREPARE_REQUEST may have opened one.
     except KeyStuck as stuck:  # Raised by PREPARE_REQUEST.
         return False if decisions.give_up(key.pk, *cause_of(stuck), using=using) else None
     except FAILURES as error:
@@ -60,7 +62,7 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
             raise
         # The next pass tries again. If it fails for days, the completer marks the key after its
         # last attempt.
-        text = "the view of key %s cannot be found, so the key is not settled"
+        text = "key %s is not settled, because its view cannot be found or prepared"
         events.log(ERROR, text, key, exc_info=error)
         return None
     if not has_on_abandon and (work.is_whole or not key.untouched):
@@ -70,7 +72,9 @@ def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
         )
         given_up = decisions.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using)
         return False if given_up else None
-    if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is None:
+    seen, by = key.claim_token, "reaper"  # An operator may have handed the key back meanwhile.
+    claimed = claims.claim_by_id(key.pk, delay_seconds=0, seen=seen, by=by, using=using)
+    if claimed is None:
         return None
     if not has_on_abandon:
         # Only a retry of the client can run it, and nothing is to be undone.

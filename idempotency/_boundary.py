@@ -88,6 +88,16 @@ def drop_broken_connections() -> list[str]:
     return rolled_back
 
 
+def refuse_open_transaction() -> None:
+    """Drop the broken connections. Raise RuntimeError if a hand-over left a transaction open on
+    one."""
+    if aliases := drop_broken_connections():
+        raise RuntimeError(
+            f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It was"
+            " rolled back. Commit it in the hand-over, for example with transaction.atomic()."
+        )
+
+
 def transaction_is_broken(alias: str | None, error: BaseException) -> bool:
     """Return whether the open transaction of the loop can only be rolled back, after an error of
     project code in it."""

@@ -16,7 +16,7 @@ from typing import Any
 from django.apps import apps
 from django.contrib.auth import get_user_model
 from django.core.exceptions import EmptyResultSet
-from django.db import IntegrityError, ProgrammingError, connections, transaction
+from django.db import IntegrityError, ProgrammingError, connections
 from django.db.models import F, Model, Q, QuerySet, TextField, UUIDField, Value
 from django.db.models.expressions import RawSQL
 from django.db.models.functions import Cast, Now
@@ -259,10 +259,9 @@ def _act_carefully(work: BulkWork, row: BulkRow, answer: StoredResponse | str, a
     except FAILURES as error:
         if connection_lost(error, alias):
             raise
-        # After the COMMIT: the handler of a log may write to the database, and break the chunk.
         text = "the bulk work %s left row %s out: %s"
         said = partial(logger.warning, text, work.pk, row.row, error_text(error))
-        transaction.on_commit(said, using=alias, robust=True)
+        events.log_committed(said, using=alias)
         return FAILED
 
 

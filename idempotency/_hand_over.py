@@ -22,7 +22,12 @@ from django.utils.module_loading import import_string
 from idempotency import backends
 from idempotency._async import FAILURES, awaited, in_own_context
 from idempotency._batch import Batch, Claim, claim
-from idempotency._boundary import TransactionBroken, boundary, transaction_is_broken
+from idempotency._boundary import (
+    TransactionBroken,
+    boundary,
+    refuse_open_transaction,
+    transaction_is_broken,
+)
 from idempotency._engine.caught_errors import ROLLED_BACK, can_only_roll_back
 from idempotency._text import error_text
 from idempotency.backends import (
@@ -240,9 +245,12 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
     try:
         with backends.hand_over_savepoint(jobs[0]._state.db):
             results = _checked(queue, jobs, awaited(backend.hand_over(queue, jobs)))
+            uses_database = getattr(backend, "uses_database", True)
+            needs_writes = uses_database and any(map(_counts_as_done, results.values()))
+            if needs_writes:
+                refuse_open_transaction()
             if can_only_roll_back(jobs[0]._state.db):
-                uses_database = getattr(backend, "uses_database", True)
-                if uses_database and any(map(_counts_as_done, results.values())):
+                if needs_writes:
                     results = {}
                     raise TransactionManagementError(ROLLED_BACK)
                 if connections[str(jobs[0]._state.db)].in_atomic_block:

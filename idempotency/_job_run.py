@@ -34,7 +34,7 @@ def job_run(
     first delivery. The argument ``trace`` is for a tracer, which replaces this function.
 
     On return the work is committed, and each on_commit hook of the job was called once. A hook that
-    raised is logged and recorded in the row of the inbox, and the others were called too. The next
+    raised is recorded in the row of the inbox and logged, and the others were called too. The next
     delivery would call none of them.
 
     The job of a staged operation runs outside of that transaction, because the operation commits
@@ -85,11 +85,14 @@ def _guard_hooks(name: str, job_id: str, alias: str) -> None:
         def call() -> None:
             try:
                 hook.value()
-            except (Exception, CancelledError) as error:
-                text = "an on_commit hook of the job %s (%s) failed, and is not called again"
-                logger.exception(text, job_id, name)
+            except BaseException as error:
                 errors.append(f"{name}: {error_text(error)}")
                 _record(job_id, errors, alias)
+                text = "an on_commit hook of the job %s (%s) failed, and is not called again"
+                with suppress(Exception):  # Otherwise the other hooks would not be called.
+                    logger.exception(text, job_id, name)
+                if not isinstance(error, (Exception, CancelledError)):
+                    raise
 
         return call
 

@@ -19,6 +19,7 @@ from idempotency._boundary import (
     TransactionBroken,
     callbacks,
     drop_broken_connections,
+    refuse_open_transaction,
     transaction_is_broken,
 )
 from idempotency._engine.caught_errors import refuse_rollback
@@ -259,14 +260,10 @@ class OneByOne:
         with hand_over_savepoint(job._state.db):
             try:
                 self._hand_over(queue, job)
-            finally:
-                aliases = drop_broken_connections()
-            if aliases:
-                raise RuntimeError(
-                    f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It"
-                    " was rolled back. Commit it in the hand-over, for example with"
-                    " transaction.atomic()."
-                )
+            except BaseException:
+                drop_broken_connections()
+                raise
+            refuse_open_transaction()
             refuse_rollback(job._state.db)
 
     @in_own_context

@@ -26,7 +26,7 @@ from idempotency._abandonment import settle
 from idempotency._engine.aliases import fields_elsewhere
 from idempotency._engine.caught_errors import checked_atomic, refuse_rollback
 from idempotency._engine.errors import missing_migration, sqlstate_of
-from idempotency._engine.outer_transactions import require_autocommit
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.transactions import durable_transaction
 from idempotency._groups import JobGroup
 from idempotency._states import held
@@ -106,14 +106,14 @@ def reap_once(
     - ``stop``: called before each batch and during the pauses; True ends the pass.
     - ``progress``: called with the counts after each batch.
 
-    Raises RuntimeError if autocommit is off.
+    Raises RuntimeError in a transaction, and if autocommit is off.
     """
     alias = using or router.db_for_write(IdempotencyKey)
-    require_autocommit(alias)
     keys = IdempotencyKey.objects.using(alias)
     if dry_run:
         deleted, messages = keys.expired().exclude(held()).count(), _old_messages(alias).count()
         return ReapPass(deleted=deleted, stuck=keys.overdue().count(), messages=messages)
+    require_no_transaction(alias)  # Its rollback would forget that ``on_abandon`` was begun.
     counts: Counter[str] = Counter()
     # First the keys that clients wait for.
     batches = chain(

@@ -40,6 +40,6 @@ def can_only_roll_back(using: str | None) -> bool:
     if connection.needs_rollback:
         return True
     own = connection.connection
-    if connection.vendor != "postgresql" or own is None or not connection.in_atomic_block:
+    if connection.vendor != "postgresql" or own is None:
         return False
     return bool(own.info.transaction_status == TransactionStatus.INERROR)

@@ -6,12 +6,12 @@ Keys in Postgres", whose SELECT and INSERT under SERIALIZABLE are one upsert her
 
 import json
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
 from typing import Any
+from uuid import UUID, uuid4
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -159,14 +159,14 @@ def claim_plain(request: ClaimedRequest, connection: BaseDatabaseWrapper, first:
 
 
 def claim_by_id(
-    pk: int, *, delay_seconds: float, using: str, early: bool = False, by: str = "completer"
+    pk: int, *, delay_seconds: float, using: str, by: str = "completer", seen: UUID | None = None
 ) -> ClaimedKey | None:
-    """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next
-    run is due; the history names ``by``. If this run fails too, the key is due again after
-    ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or refused."""
-    parameters: Parameters = Hidden({"id": pk, "delay": delay_seconds, "early": early})
+    """Claim an abandoned key, with ``seen`` also before it is due, if it still has this token. The
+    history names ``by``. If this run fails too, the key is due again after ``delay_seconds``.
+    Return None if the key is not due, locked, finished, stuck or refused, or has another token."""
+    parameters: Parameters = Hidden({"id": pk, "delay": delay_seconds, "early": seen is not None})
     parameters.value["least_lease"] = conf.get().LOCK_TIMEOUT_SECONDS
-    parameters.value |= _of_claim("reaper" if early else by, using)
+    parameters.value |= _of_claim(by, using) | {"seen": token_parameter(seen, using)}
     try:
         return rows.fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
@@ -295,6 +295,6 @@ def _parameters(request: ClaimedRequest, connection: BaseDatabaseWrapper) -> Par
 
 
 def _of_claim(claimant: str, using: str) -> dict[str, Any]:
-    token = uuid.uuid4()
+    token = uuid4()
     tokens = {"token": token, "claim_token": token_parameter(token, using)}
     return {**tokens, "event": HistoryEvent.CLAIMED, "detail": claimant}

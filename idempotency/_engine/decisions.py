@@ -12,12 +12,14 @@ decision.
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from logging import WARNING
 from typing import Any
 
 from django.db import connections
 
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._engine.events import announce_stuck, log_committed
+from idempotency._engine.events import announce_stuck, log, log_committed
 from idempotency._engine.fence import StoredResponse, stuck_parameters
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
@@ -199,7 +201,8 @@ def change_many(
         changed = cursor.fetchall()
     for _, scope, value in changed:
         key = IdempotencyKey(scope=scope, idempotency_key=value)
-        log_committed("key %s: %s %s", key, change["event"], detail, using=using)
+        write = partial(log, WARNING, "key %s: %s %s", key, change["event"], detail)
+        log_committed(write, using=using)
     return {row[0] for row in changed}
 
 
@@ -240,5 +243,5 @@ def _change(
     if (row := Hidden(fetch(statement, parameters, using))).value is None:
         return False
     changed = IdempotencyKey(scope=row.value[0], idempotency_key=row.value[1])
-    log_committed("key %s: %s %s", changed, event, detail, using=using)
+    log_committed(partial(log, WARNING, "key %s: %s %s", changed, event, detail), using=using)
     return True

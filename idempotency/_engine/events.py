@@ -1,6 +1,8 @@
 """Log lines and signals about a key."""
 
 import logging
+from asyncio import CancelledError
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from logging import WARNING
@@ -11,9 +13,11 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
 from idempotency import signals
+from idempotency._engine.caught_errors import can_only_roll_back
 from idempotency._engine.errors import has_ended
 from idempotency._engine.outer_transactions import in_outer_transaction, is_in_outer_transaction
 from idempotency._engine.rows import read
+from idempotency._text import error_text
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -48,48 +52,33 @@ def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: A
     logger.log(level, text, *values, exc_info=exc_info, extra=extra, stacklevel=2)
 
 
-def log_committed(text: str, key: IdempotencyKey, *values: object, using: str) -> None:
-    """Write a warning about a key: now, or after the COMMIT of an open transaction, which the
-    handler of a log must not break."""
-    write = partial(log, WARNING, text, key, *values)
+def log_committed(write: Callable[[], None], *, using: str) -> None:
+    """Call ``write``, which writes a log line: now, or after the COMMIT of an open transaction,
+    which the handler of a log must not break."""
+
+    def say() -> None:
+        with suppress(Exception):  # The other hooks must be called.
+            write()
+
     if in_outer_transaction(using):
-        transaction.on_commit(write, using=using, robust=True)
+        transaction.on_commit(say, using=using)
     else:
         write()
 
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
     """Send a signal. In an open transaction the receivers of a project run in a savepoint: the
-    error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed.
-    Raises OperationalError if the transaction was lost meanwhile."""
-    if not signal.receivers:
-        return
-    if not [uid for (uid, _), *_ in signal.receivers if not isinstance(uid, OwnUid)]:
-        signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
-        return
-    opened: list[BaseDatabaseWrapper] = []
-    with ExitStack() as savepoints:
-        for connection in connections.all(initialized_only=True):
-            if (
-                is_in_outer_transaction(connection)
-                and not connection.needs_rollback
-                and not has_ended(connection)
-            ):
-                savepoint = transaction.atomic(using=connection.alias)
-                with suppress(Exception):  # A broken transaction cannot be broken any more.
-                    savepoint.__enter__()
-                    savepoints.push(partial(_leave, savepoint))
-                    opened.append(connection)
-        signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
-    if any(connection.needs_rollback for connection in opened):
-        # Django would roll the transaction back without an error.
-        raise OperationalError("A transaction was lost while the receivers of a signal ran.")
+    error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed. If
+    a transaction was lost meanwhile, only log that, because the work of the key is done."""
+    if signal.receivers:
+        _send(signal, key, request, more)
 
 
-def _leave(savepoint: transaction.Atomic, *error: Any) -> None:
-    """Leave a savepoint, whose writes are rolled back if a receiver has broken it."""
-    with suppress(Error):
-        savepoint.__exit__(None, None, None)
+def emit_uncommitted(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
+    """As ``emit()``, where the key had no work. Raises OperationalError if a transaction of the
+    caller was lost meanwhile."""
+    if signal.receivers:
+        _send(signal, key, request, more, raises=True)
 
 
 def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: Any) -> None:
@@ -99,12 +88,78 @@ def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: An
     if signal.receivers and in_outer_transaction(using):
         # A function of this app: _boundary.callbacks() does not count it. It does not call emit(),
         # which a tracer replaces: another run may be the current one at COMMIT.
-        transaction.on_commit(
-            lambda: signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more),
-            using=using,
-        )
+        transaction.on_commit(lambda: _send(signal, key, request, more), using=using)
     else:
         emit(signal, key, request, **more)
+
+
+def emit_answered(
+    key: IdempotencyKey | None, request: Any, outcome: signals.RequestOutcome, seconds: float
+) -> None:
+    """Send ``request_answered``. Only the work of a run can still be rolled back, with an outer
+    transaction."""
+    more = {"outcome": outcome, "seconds": seconds}
+    if key is not None and outcome is signals.RequestOutcome.RAN:
+        emit_committed(signals.request_answered, key, request, **more)
+    elif outcome in (signals.RequestOutcome.RAN, signals.RequestOutcome.FAILED):
+        emit(signals.request_answered, key, request, **more)
+    else:
+        emit_uncommitted(signals.request_answered, key, request, **more)
+
+
+def _send(
+    signal: Signal,
+    key: IdempotencyKey | None,
+    request: Any,
+    more: dict[str, Any],
+    *,
+    raises: bool = False,
+) -> None:
+    for (uid, _), *_ in signal.receivers:
+        if not isinstance(uid, OwnUid):
+            break
+    else:
+        signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+        return
+    sessions = [(connection, connection.connection) for connection in _in_transaction()]
+    with ExitStack() as savepoints:
+        for connection, _ in sessions:
+            savepoint = transaction.atomic(using=connection.alias)
+            with suppress(Exception):
+                savepoint.__enter__()
+                savepoints.push(partial(_leave, savepoint))
+        try:
+            signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+        except (Exception, CancelledError) as error:  # that of a receiver that is a coroutine
+            logger.error("a receiver of a signal failed: %s", error_text(error))
+    lost = [
+        connection.alias
+        for connection, own in sessions
+        if connection.connection is not own or can_only_roll_back(connection.alias)
+    ]
+    if lost:
+        text = f"The transaction on {lost[0]!r} was lost while the receivers of a signal ran."
+        if raises:  # Django would roll it back without an error.
+            raise OperationalError(text)
+        logger.error(text)
+
+
+def _in_transaction() -> list[BaseDatabaseWrapper]:
+    """Return the connections of this thread with an open transaction that can be committed."""
+    return [
+        each
+        for each in connections.all(initialized_only=True)
+        if each.connection is not None
+        and (is_in_outer_transaction(each) or not (each.in_atomic_block or each.autocommit))
+        and not has_ended(each)
+        and not can_only_roll_back(each.alias)
+    ]
+
+
+def _leave(savepoint: transaction.Atomic, *error: Any) -> None:
+    """Leave a savepoint, whose writes are rolled back if a receiver has broken it."""
+    with suppress(Error):
+        savepoint.__exit__(None, None, None)
 
 
 def announce_stuck(pk: int, request: Any, *, using: str) -> None:

@@ -2,14 +2,18 @@
 
 import sys
 from types import FrameType
+from typing import Any
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg.pq import TransactionStatus
 
 #: Packages whose functions may be on the stack between the cause and this app.
 _BETWEEN = sys.stdlib_module_names | {"idempotency", "django", "asgiref", "rest_framework", "ninja"}
 #: The modules that start a request. Functions outside them on the stack do not belong to it.
 _HANDLERS = ("django.core.handlers.wsgi", "django.core.handlers.asgi", "django.test.client")
+
+_OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
 def nearest_function() -> str:
@@ -54,10 +58,26 @@ def require_autocommit(using: str) -> BaseDatabaseWrapper:
 def require_no_transaction(using: str) -> BaseDatabaseWrapper:
     """Return the connection. Raise RuntimeError if a transaction is open, because its rollback
     would undo committed phases. Raise RuntimeError also if autocommit is off."""
-    if is_in_outer_transaction(connection := require_autocommit(using)):
+    connection = require_autocommit(using)
+    if not connection.in_atomic_block and _has_begun(connection):
         raise RuntimeError(
-            "Phased work, a phase or a call was entered inside a transaction, whose rollback would"
-            " undo its committed work. Leave the outer transaction.atomic() first. Phases and"
-            " calls cannot be nested in a phase either. " + nearest_function()
+            f"A transaction that transaction.atomic() did not open is open on {using!r}, for"
+            " example after BEGIN. Its rollback would undo committed work. End it before. "
+            + nearest_function()
+        )
+    if is_in_outer_transaction(connection):
+        raise RuntimeError(
+            "Phased work, a phase, a call or a loop was entered inside a transaction, whose"
+            " rollback would undo its committed work. Leave the outer transaction.atomic() first."
+            " Phases and calls cannot be nested in a phase either. " + nearest_function()
         )
     return connection
+
+
+def _has_begun(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the driver has begun a transaction; drivers other than those of PostgreSQL and
+    SQLite do not tell."""
+    own: Any = connection.connection
+    if connection.vendor == "postgresql":
+        return own is not None and own.pgconn.transaction_status in _OPEN
+    return connection.vendor == "sqlite" and own is not None and bool(own.in_transaction)

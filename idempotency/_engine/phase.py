@@ -14,7 +14,6 @@ from idempotency import signals
 from idempotency._async import either_context
 from idempotency._engine import events, fence
 from idempotency._engine.adapter import Outcome
-from idempotency._engine.caught_errors import refuse_rollback
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.phased_run import PhasedRun, run_of
 from idempotency._engine.transactions import OwnTransaction, durable_transaction
@@ -111,8 +110,6 @@ class AtomicPhase:
             fence.renew(run.key, using=run.using, last_of=own)
         else:
             fence.advance(run.key, self._target, using=run.using, last_of=own)
-        if own.last is None:  # A wrapper of the last statement may have caught an error.
-            refuse_rollback(run.using)
 
     def note(self) -> None:
         """Update the run and send the signals after COMMIT."""

@@ -16,7 +16,6 @@ from django.db.utils import Error
 from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import ClaimedRequest, Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
-from idempotency._engine.caught_errors import refuse_rollback
 from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.outer_transactions import is_in_outer_transaction
 from idempotency._engine.sessions import Sessions
@@ -83,6 +82,7 @@ class PlainRun:
             with self._block(first) as self.transaction:
                 self.sessions.require_all()
                 claim = claims.claim_plain(self._request, self._connection, first)
+                self.transaction.may_roll_back = True
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
                 self.key = claim.key
@@ -97,6 +97,7 @@ class PlainRun:
                     with work.bind(self):
                         outcome = call()
                     commits = self._store(outcome, others)
+                self.transaction.may_roll_back = not commits
         except Error as error:
             if others is None or not others.committed or work.is_committed:
                 raise
@@ -138,8 +139,6 @@ class PlainRun:
             others.set_rollback()
             return False
         others.prepare_commits()
-        if self.transaction is not None and self.transaction.last is None:
-            refuse_rollback(self.using)  # A wrapper of the last statement may have caught an error.
         return True
 
     def _require_commit(self, outcome: Outcome, others: OtherTransactions) -> None:

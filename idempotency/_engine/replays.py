@@ -71,7 +71,7 @@ def replay_or_raise(claim: Claim, work: Work, *, using: str) -> Any:
     if claim.outcome is ClaimOutcome.FINISHED:
         return replay(key, work)
     error = _error_for(claim)
-    events.emit(signals.key_conflict, key, work.request, code=code_of(error))
+    events.emit_uncommitted(signals.key_conflict, key, work.request, code=code_of(error))
     if claim.outcome is ClaimOutcome.UNKNOWN_POINT:
         code, reason = StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(key)
         decisions.give_up(key.pk, code, reason, using=using, request=work.request)
@@ -87,7 +87,7 @@ def replay_of_other_run(key: ClaimedKey | None, work: Work) -> Any:
     error = (
         error_for_stuck(stuck_code) if stuck_code else InProgress(retry_after=LOOK_AGAIN_SECONDS)
     )
-    events.emit(signals.key_conflict, key, work.request, code=code_of(error))
+    events.emit_uncommitted(signals.key_conflict, key, work.request, code=code_of(error))
     raise error
 
 
@@ -95,7 +95,7 @@ def replay(key: ClaimedKey, work: Work) -> Any:
     """Return the stored value. Raises NotReplicated if the standbys have not confirmed it."""
     replication.confirm(str(key._state.db))
     value = _stored_value(key, work)
-    events.emit(signals.key_replayed, key, work.request)
+    events.emit_uncommitted(signals.key_replayed, key, work.request)
     return value
 
 

@@ -62,6 +62,7 @@ def savepoint(*, using: str) -> Iterator[OwnTransaction]:
     with classified_errors(connection, own=False), own.block:
         try:
             yield own
+            own.end()
         except Exception as error:
             own.raise_misuse(error)
             raise

@@ -10,6 +10,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 from psycopg.pq import TransactionStatus
 
+from idempotency._engine.caught_errors import refuse_rollback
 from idempotency._engine.errors import has_ended
 
 _BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
@@ -74,8 +75,11 @@ class OtherTransactions:
         ended, whose COMMIT would be a silent rollback.
         """
         used = self.used
-        for connection in [self._last, *[connections[alias] for alias in used]] if used else ():
+        committing = [self._last, *[connections[alias] for alias in used]] if used else []
+        for connection in committing:
             _check_commit(connection)
+        for connection in committing:  # A wrapper of a check may have caught an error.
+            refuse_rollback(connection.alias)
         for alias in self._aliases:
             connection = connections[alias]
             if len(connection.atomic_blocks) > 1 or connection.needs_rollback:

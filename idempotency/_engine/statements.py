@@ -237,8 +237,8 @@ class Statements(Updates):
                 {CLEAR_STUCK}, history = {self.history_of_unlocked}
             WHERE k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL
             AND {self.unlocked} AND {_NOT_GIVEN_UP} AND (
-                %(early)s
-                OR {self.abandoned} AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now})
+                k.claim_token = %(seen)s OR NOT %(early)s
+                AND {self.abandoned} AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now})
             )
             RETURNING {self._claimed(READ)}
         """)

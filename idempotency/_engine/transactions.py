@@ -15,6 +15,7 @@ from psycopg import IsolationLevel
 
 from idempotency import conf
 from idempotency._engine import database_product, round_trips
+from idempotency._engine.caught_errors import refuse_rollback
 from idempotency._engine.cursors import classified_errors
 from idempotency._engine.errors import (
     NOT_SUPPORTED,
@@ -115,6 +116,7 @@ class OwnTransaction:
         #: Empty in a plain run, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
         self.last: _Last | None = None
+        self.may_roll_back = False  #: Whether the owner of the block needs no COMMIT.
 
     @property
     def is_open(self) -> bool:
@@ -198,10 +200,11 @@ class OwnTransaction:
         elif self._of_phase and has_ended(connection):
             raise TransactionEnded
 
-    def send_last(self) -> None:
+    def end(self) -> None:
         """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no
         transaction, and sends nothing. Nothing is committed on an error.
-        Raises TransactionEnded if the work has ended the transaction of a phase."""
+        Raises TransactionEnded if the work has ended the transaction of a phase.
+        Raises TransactionManagementError if COMMIT would roll back, unless it ``may_roll_back``."""
         if self.last is not None:
             connection, (text, parameters, then, meanings) = self.connection, self.last
             with classified_errors(connection):
@@ -209,6 +212,8 @@ class OwnTransaction:
                     connection, text, parameters, after=["COMMIT"], meanings=meanings
                 )
                 then(result.row)
+        elif not self.may_roll_back:
+            refuse_rollback(self.connection.alias)
 
     def raise_misuse(self, error: Exception) -> None:
         """Raise RuntimeError if the block has closed the connection or entered a durable block."""
@@ -259,7 +264,7 @@ def durable_transaction(
             begun = True
             try:
                 yield own
-                own.send_last()
+                own.end()
             except Exception as error:
                 own.raise_misuse(error)
                 raise

@@ -8,7 +8,7 @@ import psycopg
 from django.db.utils import Error
 from django.http import HttpRequest, HttpResponseBase
 
-from idempotency import scopes, signals
+from idempotency import scopes
 from idempotency._engine import events
 from idempotency._engine.errors import (
     SessionLost,
@@ -156,10 +156,7 @@ def _run_with_signal(call: Call, options: Options, key: Hidden[str]) -> HttpResp
     finally:
         seconds = time.monotonic() - start
         claimed = call.request.idempotency_key  # type: ignore[attr-defined]
-        # Only the work of a run can still be rolled back, with an outer transaction.
-        has_run = claimed is not None and outcome is RequestOutcome.RAN
-        emit = events.emit_committed if has_run else events.emit
-        emit(signals.request_answered, claimed, call.request, outcome=outcome, seconds=seconds)
+        events.emit_answered(claimed, call.request, outcome, seconds)
 
 
 def _problem_of_loss(error: Error, using: str, call: Call, options: Options) -> Problem:

@@ -7,7 +7,6 @@ from typing import Any
 
 from django.db.utils import Error
 
-from idempotency import signals
 from idempotency._engine import events
 from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.errors import (
@@ -84,7 +83,8 @@ def run(
     finally:
         if outcome in (RequestOutcome.FAILED, RequestOutcome.CONFLICT):
             drop_lost_connections()
-        _announce(work, outcome, time.monotonic() - start)
+        claimed = work.run.key if work.run is not None else None
+        events.emit_answered(claimed, None, outcome, time.monotonic() - start)
     return restored(done.code, done.body)
 
 
@@ -112,15 +112,6 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
         if work.is_unfinished:
             raise Unfinished from error
         raise
-
-
-def _announce(work: OperationWork, outcome: RequestOutcome, seconds: float) -> None:
-    """Send ``request_answered``. If the operation ran in an outer transaction, send it after the
-    COMMIT of that transaction, because a rollback would undo the operation."""
-    key = work.run.key if work.run is not None else None
-    ran = key is not None and outcome is RequestOutcome.RAN
-    emit: Any = events.emit_committed if ran else events.emit
-    emit(signals.request_answered, key, None, outcome=outcome, seconds=seconds)
 
 
 def _body(definition: Definition, named: Hidden[dict[str, Any]]) -> bytes:

@@ -14,10 +14,10 @@ MODULES = sorted(path for path in APP.rglob("*.py") if "migrations" not in path.
 #: The lines of code and the tokens of a part. If a new promise needs more, say which one in the
 #: commit that raises a figure; if code goes, lower the figure.
 BUDGETS = {
-    "engine": (5953, 43794),
+    "engine": (6062, 44630),
     "http": (2473, 19818),
     "operations": (851, 6529),
-    "jobs": (893, 6817),
+    "jobs": (903, 6870),
 }
 #: How much a part may grow beyond its figure before a commit must raise it.
 TOLERANCE = 1.02

@@ -49,8 +49,11 @@ def claim_plain(described: ClaimedRequest | None = None) -> claims.Claim:
 def claim_as_completer(
     key: IdempotencyKey, *, delay: float = 60, early: bool = False
 ) -> IdempotencyKey | None:
-    """Claim a key like the completer."""
-    return claims.claim_by_id(key.pk, delay_seconds=delay, using="default", early=early)
+    """Claim a key like the completer, or with ``early`` like the reaper."""
+    if not early:
+        return claims.claim_by_id(key.pk, delay_seconds=delay, using="default")
+    seen = IdempotencyKey.objects.get(pk=key.pk).claim_token
+    return claims.claim_by_id(key.pk, delay_seconds=delay, using="default", by="reaper", seen=seen)
 
 
 def finish(key: IdempotencyKey) -> None:

@@ -247,6 +247,7 @@ _WRAPPERS: list[tuple[Any, str, Callable[[_Function], _Function]]] = [
     (attempts.Wait, "pause", _pause),
     (attempts.Attempts, "__exit__", _retry),
     (events, "emit", _signal),
+    (events, "emit_uncommitted", _signal),
     (events, "emit_committed", _signal),
     (_key_completion, "complete_by_id", _complete),
     (completer, "complete_by_id", _complete),
