@@ -14,7 +14,7 @@ from idempotency.models import StagedJob
 from rides_demo.models import User
 from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
-from tests.kit.breaking import BREAKS, break_with_write
+from tests.kit.breaking import BREAKS, break_with_write, breaks_behind
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -256,3 +256,44 @@ def test_a_job_whose_deletion_was_rolled_back_is_not_handed_over_again(break_tra
     finally:
         post_delete.disconnect(break_transaction)
     assert taken == [job.pk]
+
+
+class SendsOrRefuses(OneByOne):
+    """Another broker that refuses the job that breaks."""
+
+    uses_database = False
+
+    def hand_over_one(self, queue, job):
+        if job.job_args.get("breaks"):
+            raise ValueError
+        taken.append(job.pk)
+
+
+def test_results_that_were_rolled_back_at_the_last_statement_are_written_again(settings):
+    """Otherwise the same job would be sent again and again in one pass."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.SendsOrRefuses"}}
+    sent, _ = (StagedJobFactory(job_args=args) for args in ({}, {"breaks": True}))
+    with breaks_behind('UPDATE "idempotency_stagedjob"', break_now):
+        assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert taken == [sent.pk]
+    assert StagedJob.objects.get().refusals == 1
+
+
+class LeavesOpen:
+    """A queue in a table of the database, whose code forgets COMMIT."""
+
+    lease_seconds = 30
+
+    def hand_over(self, queue, jobs):
+        with connection.cursor() as cursor:
+            cursor.execute("BEGIN")
+        UserFactory()
+        return {}
+
+
+def test_a_batch_backend_that_leaves_a_transaction_open_has_its_jobs_refused(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.LeavesOpen"}}
+    StagedJobFactory(), StagedJobFactory()
+    assert enqueue_once() == EnqueuePass(refused=2)
+    assert "left a transaction open on 'default'" in StagedJob.objects.first().last_error
+    assert StagedJob.objects.count() == 2

@@ -1,6 +1,8 @@
 """The on_commit hooks of a job are called once at most: one that raises is recorded, and does not
 repeat the job."""
 
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 from pytest_django import Settings
 
+import tests.kit.jobs
 from idempotency.contrib.rq import run_once
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.enqueuer import enqueue_once
@@ -64,6 +67,29 @@ def test_a_hook_that_raises_is_recorded_and_the_others_are_called(
     enqueue_once()
     assert not StagedJob.objects.exists()
     assert queue.idle()
+
+
+class RaisingLog(logging.Handler):
+    """A log whose errors are raised."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError
+
+
+def test_a_log_that_raises_drops_no_hook(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("idempotency"), "handlers", [RaisingLog()])
+    run_once(NAME, [UserFactory().pk, str(mark)], IDS[0])
+    assert mark.exists()
+    assert "OSError: the mail server is away" in errors()[IDS[0]]
+
+
+def test_a_hook_that_ends_its_process_is_recorded(
+    mark: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tests.kit.jobs, "fail_in_hook", sys.exit)
+    with pytest.raises(SystemExit):
+        run_once(NAME, [UserFactory().pk, str(mark)], IDS[0])
+    assert "SystemExit" in errors()[IDS[0]]
 
 
 def test_an_operator_gets_a_list_of_failed_hooks(

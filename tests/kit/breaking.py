@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 import pytest
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, connections
 
 from rides_demo.models import User
 from tests.factories import UserFactory
@@ -24,3 +24,17 @@ def break_with_read(**kwargs):
 
 #: Parameters of a test: the ways in which code of a project breaks a transaction.
 BREAKS = [break_with_write, pytest.param(break_with_read, marks=pytest.mark.postgres)]
+
+
+def breaks_behind(statement, break_transaction, using="default"):
+    """Return a context in which a wrapper breaks the transaction once, behind this statement."""
+    left = [1]
+
+    def wrapper(execute, sql, *arguments):
+        result = execute(sql, *arguments)
+        if statement in sql and left:
+            left.clear()
+            break_transaction()
+        return result
+
+    return connections[using].execute_wrapper(wrapper)

@@ -209,6 +209,36 @@ def test_one_that_leaves_a_transaction_open_leaves_the_key_to_a_person(abandoned
     assert not Entry.objects.exists()
 
 
+def begin(request: Any, key: Any) -> None:
+    """Leave a transaction open, as PREPARE_REQUEST."""
+    connection.cursor().execute("BEGIN")
+
+
+def hand_back(request: Any, key: Any) -> None:
+    """Hand the key back, as an operator does while PREPARE_REQUEST runs."""
+    current = IdempotencyKey.objects.get(pk=key.pk)
+    assert interventions.hand_back(current.pk, current.claim_token, by="jane")
+
+
+@pytest.mark.parametrize("prepare", [begin, hand_back])
+def test_it_does_not_run_in_a_transaction_or_for_a_key_that_was_handed_back(
+    prepare: Any, abandoned: Any, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rollback would forget that it was begun, so it would run again in each pass."""
+    calls: list[int] = []
+    abandoned(lambda key: calls.append(1) or HttpResponse(status=410))
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare}
+    assert reap_once() == reap_once()
+    assert not calls
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_at, key.finished_at) == (None, None)
+    assert ("did not open is open on 'default'" in caplog.text) == (prepare is begin)
+    settings.IDEMPOTENCY = {}
+    IdempotencyKey.objects.update(handed_back_at=None)
+    assert reap_once().settled == 1
+    assert calls == [1]
+
+
 def test_a_death_in_the_middle_leaves_the_key_to_a_person(abandoned: Any) -> None:
     def die(key: IdempotencyKey) -> HttpResponseBase:
         raise KeyboardInterrupt  # nothing of this app catches it, as nothing would a death

@@ -42,6 +42,17 @@ def test_an_empty_table_does_nothing():
 
 
 @pytest.mark.django_db(transaction=True)
+def test_in_a_transaction_nothing_is_deleted():
+    """Its rollback would forget that an on_abandon was begun."""
+    expired_key()
+    with transaction.atomic():
+        assert reap_once(dry_run=True).deleted == 1
+        with pytest.raises(RuntimeError, match="entered inside a transaction"):
+            reap_once()
+    assert reap_once().deleted == 1
+
+
+@pytest.mark.django_db(transaction=True)
 def test_without_autocommit_nothing_is_deleted():
     """No COMMIT would follow, so each pass would count the same rows."""
     expired_key()

@@ -1,18 +1,23 @@
 """Code of the project breaks a transaction of a request and catches the error. Django then rolls
 the transaction back without an error, so no response may be stored that says that it committed."""
 
+import logging
+from asyncio import CancelledError
 from contextlib import suppress
+from functools import partial
 
+import psycopg
 import pytest
-from django.db import DatabaseError, connection, transaction
+from django.db import DatabaseError, connection, connections, transaction
 from django.db.models.signals import post_delete, post_save
 from django.http import HttpResponse
 
-from idempotency import signals
-from idempotency.models import DownstreamCall
+from idempotency import interventions, signals
+from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import atomic_phase
+from tests import operations
 from tests.factories import UserFactory
-from tests.kit.breaking import BREAKS
+from tests.kit.breaking import BREAKS, breaks_behind
 from tests.kit.views import both_kinds, over_key, plain
 from tests.models import Entry
 
@@ -115,3 +120,199 @@ def test_a_transaction_that_is_lost_while_receivers_run_is_told(serve, sender):
         signals.key_replayed.disconnect(lose_session)
         connection.close()
     assert Entry.objects.count() == 1
+
+
+def raw(statement, using="default"):
+    """Send a statement that Django does not see; hide its error."""
+    with suppress(psycopg.Error):
+        connections[using].connection.execute(statement)
+
+
+def test_no_call_is_made_whose_intent_was_rolled_back(break_transaction, serve, sender):
+    made = []
+
+    def pay(key):
+        with key.call("pay", at_most_once=True) as call:
+            made.append(DownstreamCall.objects.count())
+            call.record("paid")
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+
+    serve(view=over_key(pay))
+    with breaks_behind('INSERT INTO "idempotency_downstreamcall"', break_transaction):
+        assert sender.send().status_code == 500
+    assert not made
+    assert sender.send().status_code == 201
+    assert made == [1]
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_no_response_is_stored_if_another_database_would_roll_back(serve, sender, monkeypatch):
+    def work(request):
+        Entry.objects.create(name="here")
+        Entry.objects.using("shard_b").create(name="there")
+        return HttpResponse(status=201)
+
+    monkeypatch.setitem(connections.settings["shard_b"], "ATOMIC_REQUESTS", True)
+    serve(view=plain(work))
+    last = "SET CONSTRAINTS ALL DEFERRED"
+    with breaks_behind(last, partial(raw, "SELECT 1/0", "shard_b"), "shard_b"):
+        assert sender.send().status_code == 500
+    assert sender.send().status_code == 201
+    assert (Entry.objects.count(), Entry.objects.using("shard_b").count()) == (1, 1)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+@pytest.mark.parametrize("signal", [signals.key_claimed, signals.key_finished])
+def test_a_receiver_at_commit_rolls_no_other_transaction_of_the_caller_back(signal):
+    def receive(**kwargs):
+        raw("SELECT 1/0", "shard_b")
+
+    signal.connect(receive)
+    try:
+        with transaction.atomic("shard_b"):
+            Entry.objects.using("shard_b").create(name="order")
+            with transaction.atomic():
+                operations.note.once("1", name="noted")
+    finally:
+        signal.disconnect(receive)
+    assert (Entry.objects.count(), Entry.objects.using("shard_b").count()) == (1, 1)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("place", ["before SAVEPOINT", "after RELEASE"])
+def test_a_transaction_that_breaks_at_the_savepoint_of_receivers_is_told(place):
+    operations.note.once("1", name="noted")
+    received, savepoints = [], []
+
+    def receive(**kwargs):
+        received.append(1)
+
+    def wrapper(execute, sql, *arguments):
+        savepoints.extend(["run", "receivers"][len(savepoints) :][: sql.startswith("SAVEPOINT")])
+        if place == "before SAVEPOINT" and savepoints[-1:] == ["receivers"] and not received:
+            raw("SELECT 1/0")
+        result = execute(sql, *arguments)
+        if place == "after RELEASE" and received and sql.startswith("RELEASE"):
+            raw("SELECT 1/0")
+        return result
+
+    def order():
+        with transaction.atomic():
+            Entry.objects.create(name="order")
+            with connection.execute_wrapper(wrapper):
+                operations.note.once("1", name="noted")
+
+    signals.key_replayed.connect(receive)
+    try:
+        with pytest.raises(DatabaseError):
+            order()
+    finally:
+        signals.key_replayed.disconnect(receive)
+    assert Entry.objects.count() == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_receiver_rolls_no_transaction_without_autocommit_back():
+    other = connections["shard_b"]
+    operations.note.once("1", name="noted")
+
+    def receive(**kwargs):
+        raw("SELECT 1/0", "shard_b")
+
+    other.set_autocommit(False)
+    signals.key_replayed.connect(receive)
+    try:
+        Entry.objects.using("shard_b").create(name="order")
+        operations.note.once("1", name="noted")
+        other.commit()
+    finally:
+        signals.key_replayed.disconnect(receive)
+        other.rollback()
+        other.set_autocommit(True)
+    assert Entry.objects.using("shard_b").count() == 1
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_what_receivers_do_changes_nothing_that_is_committed(serve, sender, caplog):
+    hooks = []
+
+    def close_other(**kwargs):
+        connections["shard_b"].close()
+
+    async def cancelled(**kwargs):
+        raise CancelledError
+
+    def work(key):
+        with atomic_phase(key) as phase:
+            transaction.on_commit(lambda: hooks.append(1))
+            phase.set_response(HttpResponse(status=201))
+
+    protected = over_key(work)
+
+    def view(request):
+        try:
+            with transaction.atomic("shard_b"):
+                Entry.objects.using("shard_b").create(name="order")
+                return protected(request)
+        finally:
+            connections["shard_b"].close()
+
+    sent = [signals.key_claimed, signals.phase_committed, signals.key_finished]
+    serve(view=view)
+    for receive in (close_other, cancelled):
+        for signal in sent:
+            signal.connect(receive)
+    try:
+        assert sender.send().status_code == 201
+    finally:
+        for receive in (close_other, cancelled):
+            for signal in sent:
+                signal.disconnect(receive)
+    assert hooks == [1]
+    assert "The transaction on 'shard_b' was lost while the receivers" in caplog.text
+    assert "a receiver of a signal failed: CancelledError" in caplog.text
+
+
+def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatch):
+    class Raising(logging.Handler):
+        def emit(self, record):
+            raise OSError
+
+    def work(request):
+        raise OSError
+
+    hooks = []
+    serve(view=over_key(work))
+    sender.send()
+    key = IdempotencyKey.objects.get()
+    monkeypatch.setattr(logging.getLogger("idempotency"), "handlers", [Raising()])
+    with transaction.atomic():
+        assert interventions.hand_back(key.pk, key.claim_token, by="jane")
+        transaction.on_commit(lambda: hooks.append(1))
+    assert hooks == [1]
+
+
+@pytest.mark.postgres
+def test_no_work_begins_in_a_transaction_that_other_code_left_open(serve, sender):
+    """Its rollback would forget the key, and the next call would have another one."""
+
+    def work(key):
+        raise AssertionError
+
+    serve(view=over_key(work), plain=plain(work))
+    operations.note.once("1", name="noted")
+    raw("BEGIN")
+    try:
+        for call in (
+            lambda: operations.charge.once("1", name="charged", cents=5),
+            lambda: operations.note.once("2", name="noted"),
+        ):
+            with pytest.raises(RuntimeError, match="did not open is open on 'default'"):
+                call()
+    finally:
+        raw("ROLLBACK")
+    assert IdempotencyKey.objects.count() == 1
