@@ -14,7 +14,8 @@ from uuid import UUID
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from idempotency._engine.errors import drop_connection, has_ended
+from idempotency._engine.errors import drop_connection
+from idempotency._engine.outer_transactions import has_begun
 from idempotency.models import StagedJob
 
 
@@ -76,8 +77,8 @@ def drop_broken_connections() -> list[str]:
     for connection in _open_connections():
         autocommit = connection.get_autocommit()
         changed = autocommit != connection.settings_dict["AUTOCOMMIT"]
-        if changed or (autocommit and _in_transaction(connection)):
-            if _in_transaction(connection):
+        if changed or (autocommit and has_begun(connection)):
+            if has_begun(connection):
                 rolled_back.append(connection.alias)
             drop_connection(connection)
         elif connection.errors_occurred:
@@ -117,9 +118,3 @@ def _open_connections() -> list[BaseDatabaseWrapper]:
     """Return the open connections of this thread that are not inside ``atomic()``."""
     every = connections.all(initialized_only=True)
     return [each for each in every if each.connection is not None and not each.in_atomic_block]
-
-
-def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether a transaction is open, for example after a BEGIN that the project sent itself.
-    Other databases than PostgreSQL and SQLite do not tell."""
-    return connection.vendor in ("postgresql", "sqlite") and not has_ended(connection)

@@ -22,7 +22,7 @@ from idempotency._engine.database_product import psycopg_connection
 from idempotency._engine.errors import drop_connection, drop_if_lost, session_timed_out
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.sessions import Sessions
-from idempotency._engine.transactions import durable_transaction
+from idempotency._engine.transactions import durable_transaction, roll_back_unknown
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
@@ -143,6 +143,7 @@ class Calls:
     def _write(self, row: DownstreamCall, call: AtMostOnceCall) -> None:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
+        roll_back_unknown(using)
         if call.may_be_repeated and not call.recorded:
             _write_through_outage(partial(_delete_intent, row, using=using), using)
             self._unsettled[name] = CallNotRecorded()

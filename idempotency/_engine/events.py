@@ -69,7 +69,7 @@ def log_committed(write: Callable[[], None], *, using: str) -> None:
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
     """Send a signal. In an open transaction the receivers of a project run in a savepoint: the
     error of one, which ``send_robust`` hides, would roll the work of the caller back unnoticed. If
-    a transaction was lost meanwhile, only log that, because the work of the key is done."""
+    a transaction was lost meanwhile, only log that, because the key may have committed work."""
     if signal.receivers:
         _send(signal, key, request, more)
 
@@ -101,7 +101,7 @@ def emit_answered(
     more = {"outcome": outcome, "seconds": seconds}
     if key is not None and outcome is signals.RequestOutcome.RAN:
         emit_committed(signals.request_answered, key, request, **more)
-    elif outcome in (signals.RequestOutcome.RAN, signals.RequestOutcome.FAILED):
+    elif outcome is signals.RequestOutcome.FAILED:  # perhaps after phases
         emit(signals.request_answered, key, request, **more)
     else:
         emit_uncommitted(signals.request_answered, key, request, **more)
@@ -131,7 +131,7 @@ def _send(
         try:
             signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
         except (Exception, CancelledError) as error:  # that of a receiver that is a coroutine
-            logger.error("a receiver of a signal failed: %s", error_text(error))
+            _log_error(f"a receiver of a signal failed: {error_text(error)}")
     lost = [
         connection.alias
         for connection, own in sessions
@@ -141,7 +141,12 @@ def _send(
         text = f"The transaction on {lost[0]!r} was lost while the receivers of a signal ran."
         if raises:  # Django would roll it back without an error.
             raise OperationalError(text)
-        logger.error(text)
+        _log_error(text)
+
+
+def _log_error(text: str) -> None:
+    with suppress(Exception):  # The handler of a log must not change what is committed.
+        logger.error("%s", text)
 
 
 def _in_transaction() -> list[BaseDatabaseWrapper]:
@@ -150,10 +155,17 @@ def _in_transaction() -> list[BaseDatabaseWrapper]:
         each
         for each in connections.all(initialized_only=True)
         if each.connection is not None
-        and (is_in_outer_transaction(each) or not (each.in_atomic_block or each.autocommit))
+        and (is_in_outer_transaction(each) or _is_manual(each))
         and not has_ended(each)
         and not can_only_roll_back(each.alias)
     ]
+
+
+def _is_manual(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the caller has switched autocommit off. If the project has done so in its
+    settings, its receivers commit by themselves."""
+    is_off = not (connection.in_atomic_block or connection.autocommit)
+    return is_off and connection.settings_dict["AUTOCOMMIT"]
 
 
 def _leave(savepoint: transaction.Atomic, *error: Any) -> None:

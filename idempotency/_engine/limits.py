@@ -8,7 +8,7 @@ from functools import lru_cache
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
-from idempotency._engine import database_product
+from idempotency._engine import database_product, round_trips
 
 IDLE, LOCK = "idle_in_transaction_session_timeout", "lock_timeout"
 
@@ -93,3 +93,13 @@ def _lowered(most: int, shown: tuple[str, ...]) -> tuple[int, ...]:
 def _milliseconds(shown: str) -> int:
     found = re.fullmatch(r"(\d+)(\D*)", shown)
     return int(found[1]) * _UNITS[found[2]] if found else 0
+
+
+def send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
+    """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a
+    message of its own."""
+    if database_product.is_citus(connection) and LOCK in statements[-1]:
+        shown = round_trips.send(connection, statements[:-1])
+        round_trips.send(connection, statements[-1:])
+        return shown
+    return round_trips.send(connection, statements)

@@ -1,6 +1,7 @@
 """Transactions that other code has opened, and functions that may have opened them."""
 
 import sys
+import time
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ _BETWEEN = sys.stdlib_module_names | {"idempotency", "django", "asgiref", "rest_
 #: The modules that start a request. Functions outside them on the stack do not belong to it.
 _HANDLERS = ("django.core.handlers.wsgi", "django.core.handlers.asgi", "django.test.client")
 
-_OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
+_OPEN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
 def nearest_function() -> str:
@@ -59,7 +60,8 @@ def require_no_transaction(using: str) -> BaseDatabaseWrapper:
     """Return the connection. Raise RuntimeError if a transaction is open, because its rollback
     would undo committed phases. Raise RuntimeError also if autocommit is off."""
     connection = require_autocommit(using)
-    if not connection.in_atomic_block and _has_begun(connection):
+    if not connection.in_atomic_block and has_begun(connection):
+        connection.close_at = time.monotonic()  # Django closes it at the end of the request.
         raise RuntimeError(
             f"A transaction that transaction.atomic() did not open is open on {using!r}, for"
             " example after BEGIN. Its rollback would undo committed work. End it before. "
@@ -74,7 +76,7 @@ def require_no_transaction(using: str) -> BaseDatabaseWrapper:
     return connection
 
 
-def _has_begun(connection: BaseDatabaseWrapper) -> bool:
+def has_begun(connection: BaseDatabaseWrapper) -> bool:
     """Return whether the driver has begun a transaction; drivers other than those of PostgreSQL and
     SQLite do not tell."""
     own: Any = connection.connection

@@ -23,6 +23,7 @@ from idempotency._engine.late_releases import release_later
 from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.plain_run import PlainRun, RolledBack
+from idempotency._engine.transactions import roll_back_unknown
 from idempotency._text import error_text, first_line
 from idempotency.exceptions import (
     KeyStuck,
@@ -152,7 +153,10 @@ def _run_attempts(run: PhasedRun) -> Outcome:
             run.begin_attempt()
             with work.bind(run):
                 try:
-                    return work.call()
+                    try:
+                        return work.call()
+                    finally:
+                        roll_back_unknown(run.using)
                 except Exception as error:
                     retryable = retryable_failure(error, run.level, using=run.using)
                     outcome = None if retryable else work.outcome_of(error)

@@ -25,8 +25,8 @@ from idempotency._engine.errors import (
     session_timed_out,
     sqlstate_of,
 )
-from idempotency._engine.limits import IDLE, LOCK, Limits
-from idempotency._engine.outer_transactions import require_no_transaction
+from idempotency._engine.limits import IDLE, LOCK, Limits, send_beginning
+from idempotency._engine.outer_transactions import has_begun, require_no_transaction
 from idempotency._hidden import Hidden, Parameters
 from idempotency.conf import Isolation
 from idempotency.exceptions import TransactionEnded
@@ -152,9 +152,9 @@ class OwnTransaction:
                     result = round_trips.run(connection, first.text, first.parameters, before=begin)
                 first.row, shown = result.row, result.shown
             else:
-                shown = _send_beginning(connection, begin)
+                shown = send_beginning(connection, begin)
             if other := limits.corrections(shown):
-                _send_beginning(connection, other)
+                send_beginning(connection, other)
         except BaseException as failure:
             timed_out = session_timed_out(failure, connection.alias)
             _leave(connection)
@@ -276,14 +276,12 @@ def durable_transaction(
         vars(connection).pop(_BEGIN_HOOK, None)
 
 
-def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
-    """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a
-    message of its own."""
-    if database_product.is_citus(connection) and LOCK in statements[-1]:
-        shown = round_trips.send(connection, statements[:-1])
-        round_trips.send(connection, statements[-1:])
-        return shown
-    return round_trips.send(connection, statements)
+def roll_back_unknown(using: str) -> None:
+    """Roll back a transaction that Django does not know of, for example after BEGIN in the work.
+    What the app writes next would be rolled back with it."""
+    connection = connections[using]
+    if not connection.in_atomic_block and has_begun(connection):
+        _leave(connection)
 
 
 def _leave(connection: BaseDatabaseWrapper) -> None:

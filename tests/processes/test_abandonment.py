@@ -2,11 +2,12 @@
 
 from asyncio import CancelledError
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from django.conf.urls.i18n import i18n_patterns
-from django.db import connection
+from django.db import OperationalError, connection, connections
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.urls import path
 from django.utils import translation
@@ -207,6 +208,20 @@ def test_one_that_leaves_a_transaction_open_leaves_the_key_to_a_person(abandoned
     assert (key.stuck_code, key.finished_at) == ("on_abandon", None)
     assert "left a transaction open on 'default', which was rolled back" in key.stuck_reason
     assert not Entry.objects.exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_lost_connection_is_no_open_transaction(abandoned: Any) -> None:
+    def on_abandon(key: IdempotencyKey) -> HttpResponseBase:
+        cut_this_connection("shard_b")
+        with suppress(OperationalError):
+            Entry.objects.using("shard_b").exists()
+        return HttpResponse(status=410)
+
+    key = abandoned(on_abandon)
+    connections["shard_b"].ensure_connection()
+    assert settle(key.pk, using="default") is True
 
 
 def begin(request: Any, key: Any) -> None:

@@ -8,11 +8,13 @@ from functools import partial
 
 import psycopg
 import pytest
+from django.core.signals import request_finished
 from django.db import DatabaseError, connection, connections, transaction
 from django.db.models.signals import post_delete, post_save
 from django.http import HttpResponse
 
 from idempotency import interventions, signals
+from idempotency.decorators import idempotent
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests import operations
@@ -316,3 +318,84 @@ def test_no_work_begins_in_a_transaction_that_other_code_left_open(serve, sender
     finally:
         raw("ROLLBACK")
     assert IdempotencyKey.objects.count() == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(
+    ("place", "answers"),
+    [("before a phase", [500, 201]), ("in a call", [201]), ("at the end", [503, 201])],
+)
+def test_what_a_view_begins_by_itself_takes_nothing_of_the_key_into_it(
+    place, answers, serve, sender
+):
+    """The rollback of such a transaction would undo the release of the key, and the result."""
+    left = [place]
+
+    def begin(here):
+        if here in left:
+            left.clear()
+            raw("BEGIN")
+        return not left
+
+    def work(key):
+        with key.call("pay", at_most_once=True) as call:
+            if call.due:
+                begin("in a call")
+                call.record("paid")
+        begin("before a phase")
+        with atomic_phase(key) as phase:
+            phase.set_recovery_point("unused")
+
+    def end(key):
+        if place == "at the end" and left:
+            begin(place)
+            return HttpResponse(status=503)
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+        return None
+
+    @idempotent(recovery_points=["unused"])
+    def view(request):
+        key = request.idempotency_key
+        for point in key.phases():
+            if response := (work if point == "started" else end)(key):
+                return response
+        return key.response()
+
+    serve(view=view)
+    assert [sender.send().status_code for _ in answers] == answers
+
+
+@pytest.mark.postgres
+def test_a_transaction_that_was_left_open_fails_one_request_only(
+    serve, client, sender, monkeypatch
+):
+    """Django closes no connection for it."""
+    monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", None)
+    serve(view=plain(lambda request: HttpResponse(status=201)))
+    raw("BEGIN")
+    assert sender.send().status_code == 500
+    request_finished.send(sender=None)
+    assert sender.send().status_code == 201
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_receiver_may_commit_in_a_database_without_autocommit(monkeypatch):
+    other = connections["shard_b"]
+    monkeypatch.setitem(other.settings_dict, "AUTOCOMMIT", False)
+
+    def receive(**kwargs):
+        Entry.objects.using("shard_b").create(name="told")
+        transaction.commit(using="shard_b")
+
+    other.set_autocommit(False)
+    signals.key_finished.connect(receive)
+    try:
+        Entry.objects.using("shard_b").exists()
+        operations.note.once("1", name="noted")
+    finally:
+        signals.key_finished.disconnect(receive)
+        other.rollback()
+        other.set_autocommit(True)
+    assert Entry.objects.using("shard_b").count() == 1
