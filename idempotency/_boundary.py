@@ -86,6 +86,8 @@ def drop_broken_connections() -> list[str]:
                 connection.errors_occurred = False
             else:
                 drop_connection(connection)
+        elif getattr(connection.connection, "closed", False):  # COPY notes no error.
+            drop_connection(connection)
     return rolled_back
 
 

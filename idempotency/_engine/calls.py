@@ -20,9 +20,9 @@ from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.database_product import psycopg_connection
 from idempotency._engine.errors import drop_connection, drop_if_lost, session_timed_out
-from idempotency._engine.outer_transactions import require_no_transaction
+from idempotency._engine.outer_transactions import require_no_transaction, roll_back_unknown
 from idempotency._engine.sessions import Sessions
-from idempotency._engine.transactions import durable_transaction, roll_back_unknown
+from idempotency._engine.transactions import durable_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
@@ -32,6 +32,11 @@ from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 _FAILURES_IN_SESSION = 16
 #: A refused key that has begun something expires no more; a finished key does.
 _EXPIRY = Case(When(finished_at=None, then=None), default=F("expires_at"))
+
+_LEFT_OPEN = (
+    "The block of the call {!r} has begun a transaction and left it open, so its writes were rolled"
+    " back. The outcome of the call is stored. Write in atomic_phase(), outside the block."
+)
 
 
 class Calls:
@@ -109,7 +114,10 @@ class Calls:
         finally:
             self._open.discard(name)
             if due:
+                rolled_back = roll_back_unknown(self._using)
                 self._write(row, call)
+                if rolled_back:
+                    raise RuntimeError(_LEFT_OPEN.format(name))
         if not self._open:  # Else the open call could not record its result.
             self.require_session()
 
@@ -143,7 +151,6 @@ class Calls:
     def _write(self, row: DownstreamCall, call: AtMostOnceCall) -> None:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
-        roll_back_unknown(using)
         if call.may_be_repeated and not call.recorded:
             _write_through_outage(partial(_delete_intent, row, using=using), using)
             self._unsettled[name] = CallNotRecorded()

@@ -1,5 +1,6 @@
 """Transactions that other code has opened, and functions that may have opened them."""
 
+import logging
 import sys
 import time
 from types import FrameType
@@ -9,12 +10,14 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import TransactionStatus
 
+logger = logging.getLogger("idempotency")
+
 #: Packages whose functions may be on the stack between the cause and this app.
 _BETWEEN = sys.stdlib_module_names | {"idempotency", "django", "asgiref", "rest_framework", "ninja"}
 #: The modules that start a request. Functions outside them on the stack do not belong to it.
 _HANDLERS = ("django.core.handlers.wsgi", "django.core.handlers.asgi", "django.test.client")
 
-_OPEN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
+_OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
 def nearest_function() -> str:
@@ -74,6 +77,23 @@ def require_no_transaction(using: str) -> BaseDatabaseWrapper:
             " Phases and calls cannot be nested in a phase either. " + nearest_function()
         )
     return connection
+
+
+def roll_back_unknown(using: str) -> bool:
+    """Roll back a transaction that the work has begun by itself, for example with BEGIN, and log
+    that. Return whether there was one. It would take what the app writes next with it."""
+    connection = connections[using]
+    if connection.connection is None or connection.in_atomic_block:
+        return False
+    if connection.autocommit and not has_begun(connection):
+        return False
+    try:
+        connection.rollback()
+        connection.set_autocommit(True)
+    except Exception:
+        connection.close()
+    logger.error("a transaction that the work has begun on %r by itself was rolled back", using)
+    return True
 
 
 def has_begun(connection: BaseDatabaseWrapper) -> bool:

@@ -20,10 +20,9 @@ from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import ClaimOutcome
 from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.late_releases import release_later
-from idempotency._engine.outer_transactions import require_no_transaction
+from idempotency._engine.outer_transactions import require_no_transaction, roll_back_unknown
 from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.plain_run import PlainRun, RolledBack
-from idempotency._engine.transactions import roll_back_unknown
 from idempotency._text import error_text, first_line
 from idempotency.exceptions import (
     KeyStuck,

@@ -8,10 +8,12 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
+from psycopg.pq import TransactionStatus
 
 from idempotency._engine.caught_errors import refuse_rollback
 from idempotency._engine.errors import has_ended
-from idempotency._engine.outer_transactions import has_begun
+
+_BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
 class OtherTransactions:
@@ -53,9 +55,7 @@ class OtherTransactions:
         return [
             alias
             for alias in self._aliases
-            if alias in self._used
-            # Django itself sends BEGIN to other databases than PostgreSQL.
-            or (connections[alias].vendor == "postgresql" and has_begun(connections[alias]))
+            if alias in self._used or _has_begun(connections[alias])
         ]
 
     def marked_for_rollback(self) -> list[Any]:
@@ -99,6 +99,16 @@ def _check_commit(connection: BaseDatabaseWrapper) -> None:
     connection.validate_no_broken_transaction()
     if connection.features.can_defer_constraint_checks:
         connection.check_constraints()
+
+
+def _has_begun(connection: BaseDatabaseWrapper) -> bool:
+    # Django itself sends BEGIN to other databases than PostgreSQL.
+    own = connection.connection
+    return (
+        connection.vendor == "postgresql"
+        and own is not None
+        and own.info.transaction_status in _BEGUN
+    )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from idempotency._engine.errors import (
     sqlstate_of,
 )
 from idempotency._engine.limits import IDLE, LOCK, Limits, send_beginning
-from idempotency._engine.outer_transactions import has_begun, require_no_transaction
+from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._hidden import Hidden, Parameters
 from idempotency.conf import Isolation
 from idempotency.exceptions import TransactionEnded
@@ -274,14 +274,6 @@ def durable_transaction(
         raise
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)
-
-
-def roll_back_unknown(using: str) -> None:
-    """Roll back a transaction that Django does not know of, for example after BEGIN in the work.
-    What the app writes next would be rolled back with it."""
-    connection = connections[using]
-    if not connection.in_atomic_block and has_begun(connection):
-        _leave(connection)
 
 
 def _leave(connection: BaseDatabaseWrapper) -> None:

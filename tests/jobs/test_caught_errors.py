@@ -269,6 +269,7 @@ class SendsOrRefuses(OneByOne):
         taken.append(job.pk)
 
 
+@pytest.mark.postgres
 def test_results_that_were_rolled_back_at_the_last_statement_are_written_again(settings):
     """Otherwise the same job would be sent again and again in one pass."""
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.SendsOrRefuses"}}

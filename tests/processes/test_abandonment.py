@@ -2,7 +2,7 @@
 
 from asyncio import CancelledError
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -193,20 +193,27 @@ def test_one_that_fails_leaves_the_key_to_a_person(abandoned: Any, answer: Any, 
     assert said in key.stuck_reason
 
 
-def test_one_that_leaves_a_transaction_open_leaves_the_key_to_a_person(abandoned: Any) -> None:
+@pytest.mark.parametrize("in_call", [False, True])
+def test_one_that_leaves_a_transaction_open_leaves_the_key_to_a_person(
+    in_call: bool, abandoned: Any
+) -> None:
     """Its writes are rolled back, so its response would be wrong."""
 
     def on_abandon(key: IdempotencyKey) -> HttpResponseBase:
-        with connection.cursor() as cursor:
-            cursor.execute("BEGIN")
-        Entry.objects.create(name="refunded")
+        with key.call("refund", at_most_once=True) if in_call else nullcontext() as call:
+            with connection.cursor() as cursor:
+                cursor.execute("BEGIN")
+            Entry.objects.create(name="refunded")
+            if in_call:
+                call.record("refunded")
         return HttpResponse(status=410)
 
     key = abandoned(on_abandon)
     assert settle(key.pk, using="default") is False
     key.refresh_from_db()
     assert (key.stuck_code, key.finished_at) == ("on_abandon", None)
-    assert "left a transaction open on 'default', which was rolled back" in key.stuck_reason
+    said = "left it open" if in_call else "a transaction open on 'default', which was rolled back"
+    assert said in key.stuck_reason
     assert not Entry.objects.exists()
 
 
