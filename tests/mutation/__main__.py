@@ -6,7 +6,7 @@ the tests that run its line: first the test that killed it before, then those th
 mutant of its function, then of its module, then the fastest; on PostgreSQL, then on SQLite. It is
 killed if a test fails twice, and endless if a test takes too long twice. A mutant that survives is
 a failure, unless SURVIVORS.md gives the reason why no test can detect it. TESTED.txt has the
-modules of which no mutant survived.
+modules of which no mutant survived, KILLERS.txt the tests that killed the mutants of a function.
 
 Source: R. A. DeMillo and others, "Hints on Test Data Selection" (1978).
 """
@@ -30,7 +30,7 @@ from typing import Any
 
 from rides_demo.processes.embedded import Postgres
 from tests.kit.servers import HastyPostgres
-from tests.mutation import tested
+from tests.mutation import killers, tested
 from tests.mutation.choice import FIRST_FILE, POSTGRESQL, SAMPLED, SEED, SQLITE, WHOLE
 from tests.mutation.mutants import ROOT, SQL_MODULES, Mutant, mutants_of
 from tests.mutation.stand import Found, Stand
@@ -98,11 +98,11 @@ class Tests:
             for test in in_order[: TESTS_OF_EXPLAINED if mutant.name in EXPLAINED else None]
         }
 
-    def note_killer(self, mutant: Mutant, test: str) -> None:
+    def note_killer(self, module: str, function: str, test: str) -> None:
         """Record that ``test`` killed a mutant, so that the next mutants of the function and of the
         module are tested with it first."""
-        self._killers[mutant.module, mutant.function].add(test)
-        self._killers[mutant.module,].add(test)
+        self._killers[module, function].add(test)
+        self._killers[module,].add(test)
 
     def _running(self, module: str, lines: Any) -> set[str]:
         return set().union(*(self._lines.get((module, line), ()) for line in lines))
@@ -139,7 +139,7 @@ class Bench:
                 mutant, tests[database].of(mutant, known.removeprefix(f"{database} "))
             )
             if found.outcome != "survived":
-                tests[database].note_killer(mutant, found.killer)
+                tests[database].note_killer(mutant.module, mutant.function, found.killer)
                 return Found(found.outcome, f"{database} {found.killer}")
         return Found("survived")
 
@@ -179,7 +179,7 @@ class Results:
         """Store the outcome of a mutant."""
         with self._lock:
             self._kept[mutant.digest] = {
-                **{"module": mutant.module, "name": mutant.name},
+                **{"module": mutant.module, "name": mutant.name, "function": mutant.function},
                 **{"outcome": found.outcome, "killer": found.killer, "tests": self._tests},
             }
             self.write()
@@ -187,6 +187,10 @@ class Results:
     def forget(self, mutant: Mutant) -> None:
         """Remove the outcome, so that the next run tests the mutant again."""
         self._kept.pop(mutant.digest, None)
+
+    def of(self, mutants: list[Mutant]) -> list[dict[str, str]]:
+        """Return the stored outcomes of these mutants."""
+        return [self._kept[each.digest] for each in mutants if each.digest in self._kept]
 
     def write(self, **more: Any) -> None:
         """Write all outcomes to the file."""
@@ -230,10 +234,10 @@ class Run:
 
     def outcomes(self) -> dict[str, str]:
         """Return the outcome of each mutant by its name."""
-        for mutant in self._to_do:
-            database, _, test = self._results.killer(mutant).partition(" ")
-            if database:
-                self._tests[database].note_killer(mutant, test)
+        for (module, function), names in killers.read().items():
+            for name in names:
+                database, _, test = name.partition(" ")
+                self._tests[database].note_killer(module, function, test)
         with ThreadPoolExecutor(len(self._benches)) as pool:
             found = dict(
                 zip(
@@ -268,6 +272,7 @@ class Run:
         }
         survivors = sorted(name for name, outcome in outcomes.items() if outcome == "survived")
         self._results.write(table=table, survivors=survivors, seconds=round(seconds), seed=SEED)
+        killers.note(self._results.of(self._to_do))
         print(f"\n{'module':28}{'mutants':>10}" + "".join(f"{outcome:>12}" for outcome in OUTCOMES))
         for module, counts in {**table, "all": Counter(outcomes.values())}.items():
             print(
