@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from idempotency._engine.errors import drop_connection
+from idempotency._engine.errors import drop_connection, has_ended
 from idempotency._engine.outer_transactions import has_begun
 from idempotency.models import StagedJob
 
@@ -78,7 +78,7 @@ def drop_broken_connections() -> list[str]:
         autocommit = connection.get_autocommit()
         changed = autocommit != connection.settings_dict["AUTOCOMMIT"]
         if changed or (autocommit and has_begun(connection)):
-            if has_begun(connection):
+            if has_begun(connection) or (not autocommit and _is_closed(connection)):
                 rolled_back.append(connection.alias)
             drop_connection(connection)
         elif connection.errors_occurred:
@@ -86,7 +86,9 @@ def drop_broken_connections() -> list[str]:
                 connection.errors_occurred = False
             else:
                 drop_connection(connection)
-        elif getattr(connection.connection, "closed", False):  # COPY notes no error.
+        elif autocommit and connection.vendor == "postgresql" and not has_ended(connection):
+            # COPY notes no error of a lost session. An iterator that was not read to its end holds
+            # a lock, for which the next statement would wait.
             drop_connection(connection)
     return rolled_back
 
@@ -114,6 +116,10 @@ def callbacks() -> int:
     entries = (each.run_on_commit for each in connections.all(initialized_only=True))
     modules = [getattr(entry[1], "__module__", "") for entry in chain.from_iterable(entries)]
     return sum(not str(module).startswith("idempotency.") for module in modules)
+
+
+def _is_closed(connection: BaseDatabaseWrapper) -> bool:
+    return bool(getattr(connection.connection, "closed", False))
 
 
 def _open_connections() -> list[BaseDatabaseWrapper]:

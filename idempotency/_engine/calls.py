@@ -116,8 +116,8 @@ class Calls:
             if due:
                 rolled_back = roll_back_unknown(self._using)
                 self._write(row, call)
-                if rolled_back:
-                    raise RuntimeError(_LEFT_OPEN.format(name))
+        if due and rolled_back:
+            raise RuntimeError(_LEFT_OPEN.format(name))
         if not self._open:  # Else the open call could not record its result.
             self.require_session()
 

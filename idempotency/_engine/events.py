@@ -124,8 +124,6 @@ def _send(
     sessions = [(connection, connection.connection) for connection in _in_transaction()]
     with ExitStack() as savepoints:
         for connection, _ in sessions:
-            if not (connection.in_atomic_block or connection.settings_dict["AUTOCOMMIT"]):
-                continue  # The project commits there by itself.
             savepoint = transaction.atomic(using=connection.alias)
             with suppress(Exception):
                 savepoint.__enter__()
@@ -157,10 +155,17 @@ def _in_transaction() -> list[BaseDatabaseWrapper]:
         each
         for each in connections.all(initialized_only=True)
         if each.connection is not None
-        and (is_in_outer_transaction(each) or not (each.in_atomic_block or each.autocommit))
+        and (is_in_outer_transaction(each) or _is_manual(each))
         and not has_ended(each)
         and not can_only_roll_back(each.alias)
     ]
+
+
+def _is_manual(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the caller has switched autocommit off. If the project has done so in its
+    settings, its receivers commit by themselves."""
+    is_off = not (connection.in_atomic_block or connection.autocommit)
+    return is_off and connection.settings_dict["AUTOCOMMIT"]
 
 
 def _leave(savepoint: transaction.Atomic, *error: Any) -> None:

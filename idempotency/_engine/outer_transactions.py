@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -85,15 +86,17 @@ def roll_back_unknown(using: str) -> bool:
     connection = connections[using]
     if connection.connection is None or connection.in_atomic_block:
         return False
-    if connection.autocommit and not has_begun(connection):
-        return False
-    try:
-        connection.rollback()
-        connection.set_autocommit(True)
-    except Exception:
-        connection.close()
-    logger.error("a transaction that the work has begun on %r by itself was rolled back", using)
-    return True
+    if (begun := has_begun(connection)) or not connection.autocommit:
+        try:
+            connection.rollback()
+            connection.set_autocommit(True)
+        except Exception:
+            connection.close()
+    if begun:
+        text = "a transaction that the work has begun on %r by itself was rolled back"
+        with suppress(Exception):  # The handler of a log must not replace the result of the work.
+            logger.error(text, using)
+    return begun
 
 
 def has_begun(connection: BaseDatabaseWrapper) -> bool:
@@ -102,4 +105,6 @@ def has_begun(connection: BaseDatabaseWrapper) -> bool:
     own: Any = connection.connection
     if connection.vendor == "postgresql":
         return own is not None and own.pgconn.transaction_status in _OPEN
-    return connection.vendor == "sqlite" and own is not None and bool(own.in_transaction)
+    with suppress(Exception):  # It is closed.
+        return connection.vendor == "sqlite" and bool(own.in_transaction)
+    return False

@@ -8,6 +8,7 @@ import pytest
 from django.db import connection, transaction
 from django.db.models.signals import post_delete
 
+from idempotency._boundary import drop_broken_connections
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.models import StagedJob
@@ -298,3 +299,24 @@ def test_a_batch_backend_that_leaves_a_transaction_open_has_its_jobs_refused(set
     assert enqueue_once() == EnqueuePass(refused=2)
     assert "left a transaction open on 'default'" in StagedJob.objects.first().last_error
     assert StagedJob.objects.count() == 2
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("way", ["lost", "half read", "lost in a transaction"])
+def test_a_connection_that_a_job_spoils_is_dropped_before_the_next_one(way):
+    """psycopg's own methods note no error, and an iterator that is not read to its end holds a
+    lock."""
+    connection.ensure_connection()
+    own = connection.connection
+    if way == "half read":
+        rows = own.cursor().stream("SELECT generate_series(1, 100000)")
+        next(rows)
+    if way == "lost in a transaction":
+        connection.set_autocommit(False)
+        UserFactory()
+    if way != "half read":
+        own.close()
+    left_open = ["default"] if way == "lost in a transaction" else []
+    assert drop_broken_connections() == left_open
+    assert connection.connection is not own
+    assert not StagedJob.objects.exists()

@@ -15,6 +15,7 @@ from django.http import HttpResponse
 
 from idempotency import interventions, signals
 from idempotency.decorators import idempotent
+from idempotency.exceptions import KeyStuck
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests import operations
@@ -399,3 +400,36 @@ def test_a_receiver_may_commit_in_a_database_without_autocommit(monkeypatch):
         other.rollback()
         other.set_autocommit(True)
     assert Entry.objects.using("shard_b").count() == 1
+
+
+@pytest.mark.postgres
+def test_a_block_that_raises_with_a_transaction_open_keeps_its_error(serve, sender):
+    def work(key):
+        with key.call("pay", at_most_once=True) as call:
+            raw("BEGIN")
+            call.record("paid")
+            raise KeyStuck("Look.")
+
+    serve(view=over_key(work))
+    assert sender.send().status_code == 409
+    assert IdempotencyKey.objects.get().stuck_code == "view_gave_up"
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_receiver_may_close_a_database_without_autocommit(monkeypatch):
+    other = connections["shard_b"]
+    monkeypatch.setitem(other.settings_dict, "AUTOCOMMIT", False)
+
+    def receive(**kwargs):
+        other.close()
+
+    other.set_autocommit(False)
+    signals.key_replayed.connect(receive)
+    try:
+        operations.note.once("1", name="noted")
+        Entry.objects.using("shard_b").exists()
+        operations.note.once("1", name="noted")
+    finally:
+        signals.key_replayed.disconnect(receive)
+        other.close()
