@@ -433,3 +433,18 @@ def test_a_receiver_may_close_a_database_without_autocommit(monkeypatch):
     finally:
         signals.key_replayed.disconnect(receive)
         other.close()
+
+
+def test_an_operation_in_a_transaction_of_the_caller_tells_that_it_was_rolled_back(
+    break_transaction,
+):
+    UserFactory()
+    with transaction.atomic():
+        Entry.objects.create(name="order")
+        with (
+            breaks_behind("UPDATE idempotency_idempotencykey", break_transaction),
+            pytest.raises(DatabaseError),
+        ):
+            operations.note.once("1", name="noted")
+        assert operations.note.once("1", name="noted")
+    assert Entry.objects.count() == 2
