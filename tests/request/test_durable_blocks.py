@@ -2,6 +2,7 @@
 phase."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -133,3 +134,25 @@ def test_in_a_call_it_commits_by_itself_at_most_once(
     serve(view=texting(call))
     assert [sender.send().status_code for _ in range(2)] == [200, 200]
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("old_code", [durable, closing_in_a_block])
+def test_the_error_is_the_same_in_a_transaction_of_the_caller(
+    old_code: Callable[[], None], serve: Serve, sender: Sender
+) -> None:
+    def work(request: HttpRequest) -> HttpResponseBase:
+        with suppress(Exception):
+            old_code()
+        return create(request)
+
+    def view(request: HttpRequest) -> HttpResponseBase:
+        with transaction.atomic():
+            return protected(request)
+
+    protected = plain(work)
+    serve(view=view)
+    sender.client.raise_request_exception = True
+    with pytest.raises(RuntimeError, match=NAMES):
+        sender.send()
+    connection.close()
+    assert not Entry.objects.exists()

@@ -9,7 +9,7 @@ from asgiref.sync import sync_to_async
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.files.uploadedfile import SimpleUploadedFile
-from django.db import connection
+from django.db import connection, models
 from django.db.models import F
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test.utils import isolate_apps
@@ -159,12 +159,19 @@ def test_user_of_rest_framework_stays_who_he_is(serve: Serve, sender: Sender) ->
     assert work.found == [((TokenUser, 10), True)] * 2
 
 
+class Tier(models.TextChoices):
+    """A value whose class has a metaclass, like a row."""
+
+    GOLD = "gold"
+
+
 def test_user_keeps_his_class_and_what_a_middleware_gave_him(serve: Serve, sender: Sender) -> None:
     Rider = users_with("greeting", lambda user: f"Hello {user.first_name}")
 
     def authenticate(request: HttpRequest) -> None:
         request.user = Rider.objects.get(pk=request.user.pk)
         request.user.is_hijacked = True
+        request.user.tier = Tier.GOLD
         request.user.purse = Account.objects.get()
 
     def spend(request: Any) -> Any:

@@ -119,7 +119,7 @@ def test_a_view_runs_with_it(
 @both_kinds
 @pytest.mark.postgres
 def test_a_serialization_failure_is_left_to_the_client(
-    thing: Any, kind: Kind, serve: Serve, sender: Sender
+    thing: Any, kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first attempt may have read the file, or have changed the value."""
 
@@ -132,7 +132,9 @@ def test_a_serialization_failure_is_left_to_the_client(
 
     spent: list[int] = []
     serve(view=under(on_a_row(thing), kind(spend, scope=everybody)))
+    caplog.set_level("INFO", "idempotency")
     refused = sender.send()
+    assert "has values that cannot be copied, in the attributes cache" in caplog.text
     assert (refused.status_code, refused.json()["code"], refused["Retry-After"]) == (
         409,
         "conflict",
