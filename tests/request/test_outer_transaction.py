@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, connections, transaction
+from django.db import InternalError, OperationalError, connection, connections, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.test import RequestFactory
 from django.views.decorators.csrf import csrf_exempt
@@ -594,3 +594,22 @@ def test_without_autocommit_it_is_refused(sender: Sender) -> None:
         transaction.rollback()
         transaction.set_autocommit(True)
     assert not IdempotencyKey.objects.exists()
+
+
+@pytest.mark.postgres
+def test_work_that_makes_the_transaction_of_the_caller_read_only_is_no_outage(
+    serve: Serve, sender: Sender
+) -> None:
+    def work(request: HttpRequest) -> HttpResponseBase:
+        connection.cursor().execute("SET TRANSACTION READ ONLY")
+        return create(request)
+
+    def view(request: HttpRequest) -> HttpResponseBase:
+        with transaction.atomic():
+            return protected(request)
+
+    protected = plain(work)
+    serve(view=view)
+    sender.client.raise_request_exception = True
+    with pytest.raises(InternalError):
+        sender.send()

@@ -39,17 +39,30 @@ def entries() -> tuple[int, int]:
     return Entry.objects.using("default").count(), Entry.objects.using("shard_b").count()
 
 
+def write_there() -> None:
+    Entry.objects.using("shard_b").create(name="booking")
+
+
+def write_there_unseen() -> None:
+    """Write with psycopg itself, which passes no wrapper of Django."""
+    connections["shard_b"].connection.execute("INSERT INTO tests_entry (name) VALUES ('booking')")
+
+
 class Booking:
     """Work that writes to both databases, and calls ``first`` after the writes of the first run."""
 
-    def __init__(self, first: Callable[[], object] = lambda: None) -> None:
-        self.first = first
+    def __init__(
+        self,
+        first: Callable[[], object] = lambda: None,
+        there: Callable[[], object] = write_there,
+    ) -> None:
+        self.first, self.there = first, there
         self.runs = 0
 
     def __call__(self, request: HttpRequest) -> JsonResponse:
         self.runs += 1
-        for alias in ("default", "shard_b"):
-            Entry.objects.using(alias).create(name="booking")
+        Entry.objects.using("default").create(name="booking")
+        self.there()
         if self.runs == 1:
             self.first()
         return JsonResponse({"booked": True}, status=201)
@@ -159,12 +172,13 @@ def test_a_commit_that_fails_there_is_tried_again_while_nothing_is_committed(
     assert Account.objects.using("shard_b").get().name == "rival sees 0"
 
 
+@pytest.mark.parametrize("there", [write_there, write_there_unseen])
 def test_once_another_database_has_committed_there_is_no_retry_inside_the_process(
-    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+    there: Callable[[], object], serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
     serve(
         view=idempotent(isolation="serializable")(
-            work := Booking(lambda: account("view", "default"))
+            work := Booking(lambda: account("view", "default"), there)
         )
     )
     with at_the_end_of_the_checks("default", rival):
@@ -212,6 +226,21 @@ def test_hooks_of_the_other_database_run_when_all_is_committed(
     serve(view=idempotent(Booking(lambda: transaction.on_commit(hook, using="shard_b"))))
     assert sender.send().status_code == 201
     assert seen == [((1, 1), 1)]
+
+
+@pytest.mark.django_db(databases=["default", "shard_b"])
+def test_hooks_in_a_test_case_stay_with_their_database(
+    serve: Serve, sender: Sender, django_capture_on_commit_callbacks: Any
+) -> None:
+    seen: list[int] = []
+    serve(
+        view=idempotent(
+            Booking(lambda: transaction.on_commit(lambda: seen.append(1), using="shard_b"))
+        )
+    )
+    with django_capture_on_commit_callbacks(using="shard_b", execute=True):
+        assert sender.send().status_code == 201
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("error", [OSError, Http404])
