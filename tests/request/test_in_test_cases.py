@@ -2,9 +2,11 @@
 transactions."""
 
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 from django.contrib.auth import get_user_model
-from django.db import transaction
+from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse
 from django.test import TestCase, TransactionTestCase, override_settings
 from django.urls import path
@@ -26,10 +28,21 @@ def _spend(request: HttpRequest) -> HttpResponse:
     return create(request)
 
 
+#: The databases whose hooks were called.
+called: list[str] = []
+
+
+def _write_in_both(request: HttpRequest) -> HttpResponse:
+    Entry.objects.using("shard_b").create(name="there")
+    transaction.on_commit(lambda: called.append("shard_b"), using="shard_b")
+    return create(request)
+
+
 urlpatterns = [
     path("plain/", plain(_spend)),
     path("strict/", plain(_spend, isolation="serializable")),
     path("phased/", two_phases(create, lambda request: HttpResponse(b"done", status=201))),
+    path("both/", plain(_write_in_both)),
     path("plain-error/", plain(_broken)),
     path("phased-error/", phased(_broken)),
     path("plain-refusal/", plain(lambda request: (create(request), HttpResponse(status=429))[1])),
@@ -100,6 +113,24 @@ class InTestCase(InUsersTests, TestCase):
             transaction.set_rollback(True)
         assert not Entry.objects.exists()
         assert not IdempotencyKey.objects.exists()
+
+
+@pytest.mark.postgres
+@override_settings(ROOT_URLCONF=__name__)
+class InTestCaseWithTwoDatabases(TestCase):
+    """A test case with a second database that has ATOMIC_REQUESTS."""
+
+    databases = ("default", "shard_b")
+
+    def test_hooks_stay_with_their_database(self) -> None:
+        self.client.force_login(UserFactory())
+        headers = {"Idempotency-Key": "key-1"}
+        with (
+            patch.dict(connections.settings["shard_b"], ATOMIC_REQUESTS=True),
+            self.captureOnCommitCallbacks(using="shard_b", execute=True),
+        ):
+            assert self.client.post("/both/", headers=headers).status_code == 201
+        assert called == ["shard_b"]
 
 
 @override_settings(ROOT_URLCONF=__name__)

@@ -228,21 +228,6 @@ def test_hooks_of_the_other_database_run_when_all_is_committed(
     assert seen == [((1, 1), 1)]
 
 
-@pytest.mark.django_db(databases=["default", "shard_b"])
-def test_hooks_in_a_test_case_stay_with_their_database(
-    serve: Serve, sender: Sender, django_capture_on_commit_callbacks: Any
-) -> None:
-    seen: list[int] = []
-    serve(
-        view=idempotent(
-            Booking(lambda: transaction.on_commit(lambda: seen.append(1), using="shard_b"))
-        )
-    )
-    with django_capture_on_commit_callbacks(using="shard_b", execute=True):
-        assert sender.send().status_code == 201
-    assert seen == [1]
-
-
 @pytest.mark.parametrize("error", [OSError, Http404])
 def test_a_hook_that_fails_undoes_nothing(
     error: type[Exception], serve: Serve, sender: Sender
