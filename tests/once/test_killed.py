@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from django.conf import settings
+from django.db import OperationalError
 from pytest_django import Settings
 
-from idempotency.exceptions import InProgress, Unavailable
+from idempotency.exceptions import InProgress
 from idempotency.models import IdempotencyKey
 from tests.kit.ageing import abandon, expire_lock
 from tests.kit.commands import environment
@@ -111,7 +112,8 @@ def repeated(operation: str, number: int, way: str = "once") -> Any:
     def attempt() -> Any:
         try:
             return [call(way, OPERATIONS[operation], f"key {number}", arguments)]
-        except (InProgress, Unavailable):
+        except (InProgress, OperationalError):
+            # The server may end the transaction of a stopped process later than the wait for it.
             return None
 
     return eventually(attempt)[0]
