@@ -63,6 +63,9 @@ NOT_BEHIND_A_POOLER = {
         "a pooler keeps its connections to the server"
     ),
     "test_a_phase_on_a_new_connection_is_confirmed": "a pooler keeps its connections to the server",
+    "test_a_phase_on_a_new_connection_that_a_hook_closes_is_confirmed": (
+        "a pooler keeps its connections to the server"
+    ),
     "test_an_error_whose_commit_on_a_new_connection_did_not_wait_is_a_503": (
         "a pooler keeps its connections to the server"
     ),
