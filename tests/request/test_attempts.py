@@ -2,14 +2,16 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import DatabaseError, OperationalError, connection
 from django.http import HttpRequest, HttpResponse
+from psycopg.errors import SerializationFailure
 
 from idempotency._engine import attempts
-from idempotency._engine.errors import SessionLost
+from idempotency._engine.errors import SessionLost, WriterBusy
 from idempotency.exceptions import KeyStuck, Unavailable
 from idempotency.models import IdempotencyKey
 from tests.kit.outages import time_out_this_session
@@ -116,3 +118,37 @@ def test_a_conflict_at_the_end_of_a_run_costs_no_session(
     assert sessions == [connection.connection]
     key = IdempotencyKey.objects.get()
     assert (key.locked_until, bool(key.stuck_code)) == (None, column == "stuck_code")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_view_is_not_run_again_in_another_session(serve: Any, sender: Sender) -> None:
+    """The new session lacks what a middleware has set."""
+    runs: list[int] = []
+
+    def work(request: HttpRequest) -> HttpResponse:
+        runs.append(1)
+        with suppress(DatabaseError), connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        raise OperationalError from SerializationFailure()
+
+    serve(view=phased_outside(work))
+    assert sender.send().status_code == 503
+    assert runs == [1]
+
+
+def test_a_statement_that_waited_for_the_writer_of_sqlite_is_not_repeated() -> None:
+    """Each repeat would wait as long."""
+    sent: list[int] = []
+
+    def write() -> None:
+        sent.append(1)
+        raise OperationalError("database is locked")
+
+    with pytest.raises(WriterBusy):
+        attempts.repeat(write, using="default")
+    assert sent == [1]
+
+
+def test_a_wait_may_be_shorter_than_a_second() -> None:
+    assert attempts.Wait(0.9).pause()
+    assert not attempts.Wait(0).pause()
