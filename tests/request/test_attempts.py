@@ -2,21 +2,21 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
 from django.db import DatabaseError, OperationalError, connection
 from django.http import HttpRequest, HttpResponse
-from psycopg.errors import SerializationFailure
 
 from idempotency._engine import attempts
 from idempotency._engine.errors import SessionLost, WriterBusy
 from idempotency.exceptions import KeyStuck, Unavailable
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
 from tests.kit.outages import time_out_this_session
 from tests.kit.serving import Sender
-from tests.kit.views import phased, phased_outside
+from tests.kit.threads import elsewhere
+from tests.kit.views import over_key, phased, phased_outside
 
 pytestmark = pytest.mark.postgres
 
@@ -122,16 +122,25 @@ def test_a_conflict_at_the_end_of_a_run_costs_no_session(
 
 @pytest.mark.django_db(transaction=True)
 def test_a_view_is_not_run_again_in_another_session(serve: Any, sender: Sender) -> None:
-    """The new session lacks what a middleware has set."""
+    """The ROLLBACK of its phase has failed, and the new session lacks what a middleware has set."""
     runs: list[int] = []
 
-    def work(request: HttpRequest) -> HttpResponse:
-        runs.append(1)
-        with suppress(DatabaseError), connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-        raise OperationalError from SerializationFailure()
+    def first() -> None:
+        pid = connection.connection.info.backend_pid
+        try:
+            conflict()
+        except DatabaseError:
+            elsewhere(
+                lambda: connection.cursor().execute("SELECT pg_terminate_backend(%s, 9999)", [pid])
+            )
+            raise
 
-    serve(view=phased_outside(work))
+    def body(key: Any) -> None:
+        runs.append(1)
+        with atomic_phase(key):
+            first()
+
+    serve(view=over_key(body))
     assert sender.send().status_code == 503
     assert runs == [1]
 
