@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from django.db import transaction
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from idempotency.conf import ChosenIsolation
@@ -73,6 +74,16 @@ def two_phases(
                     with atomic_phase(key) as phase:
                         phase.set_response(second(request))
         return key.response()
+
+    return view
+
+
+def in_transaction(protected: View) -> View:
+    """Return a view that calls a protected view in a transaction of its own."""
+
+    def view(request: HttpRequest) -> HttpResponseBase:
+        with transaction.atomic():
+            return protected(request)
 
     return view
 

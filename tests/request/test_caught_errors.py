@@ -300,13 +300,8 @@ def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatc
 
 
 @pytest.mark.postgres
-def test_no_work_begins_in_a_transaction_that_other_code_left_open(serve, sender):
+def test_no_work_begins_in_a_transaction_that_other_code_left_open():
     """Its rollback would forget the key, and the next call would have another one."""
-
-    def work(key):
-        raise AssertionError
-
-    serve(view=over_key(work), plain=plain(work))
     operations.note.once("1", name="noted")
     raw("BEGIN")
     try:

@@ -12,7 +12,7 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, Ht
 from idempotency.models import IdempotencyKey
 from idempotency.phases import AtMostOnceCall
 from tests.kit.serving import Sender, View
-from tests.kit.views import both_kinds, create, plain, texting, two_phases
+from tests.kit.views import both_kinds, create, in_transaction, plain, texting, two_phases
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
@@ -145,12 +145,7 @@ def test_the_error_is_the_same_in_a_transaction_of_the_caller(
             old_code()
         return create(request)
 
-    def view(request: HttpRequest) -> HttpResponseBase:
-        with transaction.atomic():
-            return protected(request)
-
-    protected = plain(work)
-    serve(view=view)
+    serve(view=in_transaction(plain(work)))
     sender.client.raise_request_exception = True
     with pytest.raises(RuntimeError, match=NAMES):
         sender.send()

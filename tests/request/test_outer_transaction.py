@@ -27,7 +27,7 @@ from tests.kit.asgi import ask, run
 from tests.kit.database import statements
 from tests.kit.serving import Sender, View, another_client
 from tests.kit.threads import Gate, background, elsewhere
-from tests.kit.views import Counted, create, phased, plain
+from tests.kit.views import Counted, create, in_transaction, phased, plain
 from tests.models import Account, Entry
 
 Serve = Callable[..., None]
@@ -604,12 +604,7 @@ def test_work_that_makes_the_transaction_of_the_caller_read_only_is_no_outage(
         connection.cursor().execute("SET TRANSACTION READ ONLY")
         return create(request)
 
-    def view(request: HttpRequest) -> HttpResponseBase:
-        with transaction.atomic():
-            return protected(request)
-
-    protected = plain(work)
-    serve(view=view)
+    serve(view=in_transaction(plain(work)))
     sender.client.raise_request_exception = True
     with pytest.raises(InternalError):
         sender.send()
