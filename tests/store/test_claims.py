@@ -16,6 +16,7 @@ from django.db.models.functions import Now
 
 from idempotency import interventions
 from idempotency._engine import claims, decisions, fence, rows
+from idempotency._engine.adapter import ClaimedRequest
 from idempotency._engine.advisory_locks import HOLDER
 from idempotency._engine.claims import Claim, ClaimOutcome
 from idempotency._engine.dialects import HISTORY_LIMIT
@@ -340,20 +341,22 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
 @pytest.fixture
 def rows_that_vanish(transactional_db: None) -> Iterator[None]:
     """Let each inserted row of a key vanish, as if concurrent runs were always faster."""
+    begin = f"CREATE TRIGGER vanish BEFORE INSERT ON {IdempotencyKey._meta.db_table} "
+    postgresql = (
+        "CREATE FUNCTION vanish() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'",
+        begin + "FOR EACH ROW EXECUTE FUNCTION vanish()",
+        "DROP FUNCTION vanish() CASCADE",
+    )
+    sqlite = begin + "BEGIN SELECT RAISE(IGNORE); END", "DROP TRIGGER vanish"
+    *create, drop = postgresql if connection.vendor == "postgresql" else sqlite
     with connection.cursor() as cursor:
-        cursor.execute(
-            "CREATE FUNCTION vanish() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
-        )
-        cursor.execute(
-            f"CREATE TRIGGER vanish BEFORE INSERT ON {IdempotencyKey._meta.db_table} FOR EACH ROW"
-            " EXECUTE FUNCTION vanish()"
-        )
+        for text in create:
+            cursor.execute(text)
     yield
     with connection.cursor() as cursor:
-        cursor.execute("DROP FUNCTION vanish() CASCADE")
+        cursor.execute(drop)
 
 
-@pytest.mark.postgres
 @pytest.mark.parametrize("look", [claim, plainly_at_once])
 def test_a_claim_that_is_always_outrun_sends_its_client_away_for_a_second(
     rows_that_vanish: None, look: Callable[[], Claim]
@@ -521,15 +524,20 @@ def test_while_a_plain_view_runs_over_an_expired_key_the_next_is_refused_at_once
 def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_request(
     look: Any,
 ) -> None:
+    def counted(described: ClaimedRequest) -> tuple[Claim, int]:
+        with statements() as seen:
+            return look(described), len(seen)
+
     with transaction.atomic():
         assert claim_plain().outcome is ClaimOutcome.CLAIMED
         for described, outcome in (
             (request(), ClaimOutcome.IN_PROGRESS),
             (request(fingerprint="v1:two"), ClaimOutcome.MISMATCH),
         ):
-            with background(lambda described=described: look(described)) as other:
-                refused = other.result(60)
+            with background(lambda described=described: counted(described)) as other:
+                refused, sent = other.result(60)
             assert (refused.outcome, refused.lock_seconds) == (outcome, 1)
+            assert sent <= 2, "the claim is not repeated"
         with background(lambda: look(request("another key")).outcome) as other:
             assert other.result(60) is ClaimOutcome.CLAIMED
 
@@ -647,6 +655,21 @@ def test_a_claim_whose_result_is_lost_is_released(
             look(key)
     assert IdempotencyKey.objects.in_flight().exists()
     eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
+
+
+@pytest.mark.postgres
+def test_the_release_of_a_claim_whose_result_is_lost_is_repeated_for_its_lease(
+    monkeypatch: pytest.MonkeyPatch, short_folder: Path
+) -> None:
+    leases = []
+    monkeypatch.setattr(
+        claims, "release_later", lambda key, error, using: leases.append(key.lease_seconds)
+    )
+    with cutting_proxy(short_folder) as proxy:
+        proxy.cut = Cut(word=b"claim_token", reply_bytes=0)
+        with pytest.raises(OperationalError):
+            claim(replace(request(), lease_seconds=7))
+    assert leases == [7]
 
 
 @pytest.mark.postgres
