@@ -18,7 +18,6 @@ from idempotency._engine.calls import Calls
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import accepts_writes
 from idempotency._engine.hung import watched_key
-from idempotency._engine.outer_transactions import require_no_transaction
 from idempotency._engine.replays import cause_of
 from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
 from idempotency.models import DownstreamCall
@@ -54,7 +53,6 @@ def settle(pk: int, *, using: str) -> bool | None:
 def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
     try:
         has_on_abandon = work.require_on_abandon()
-        require_no_transaction(using)  # PREPARE_REQUEST may have opened one.
     except KeyStuck as stuck:  # Raised by PREPARE_REQUEST.
         return False if decisions.give_up(key.pk, *cause_of(stuck), using=using) else None
     except FAILURES as error:

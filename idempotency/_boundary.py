@@ -81,15 +81,15 @@ def drop_broken_connections() -> list[str]:
             if has_begun(connection) or (not autocommit and _is_closed(connection)):
                 rolled_back.append(connection.alias)
             drop_connection(connection)
+        elif autocommit and connection.vendor == "postgresql" and not has_ended(connection):
+            # COPY notes no error of a lost session. An iterator that was not read to its end holds
+            # a lock, for which the next statement would wait.
+            drop_connection(connection)
         elif connection.errors_occurred:
             if connection.is_usable():
                 connection.errors_occurred = False
             else:
                 drop_connection(connection)
-        elif autocommit and connection.vendor == "postgresql" and not has_ended(connection):
-            # COPY notes no error of a lost session. An iterator that was not read to its end holds
-            # a lock, for which the next statement would wait.
-            drop_connection(connection)
     return rolled_back
 
 

@@ -21,6 +21,7 @@ from idempotency._boundary import boundary
 from idempotency._engine import events
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.hung import watched_key
+from idempotency._engine.outer_transactions import require_no_transaction, roll_back_unknown
 
 logger = logging.getLogger("idempotency")
 
@@ -54,13 +55,13 @@ Enter = Callable[[ExitStack, Environment, ClaimedKey], None]
 def in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment], Result]) -> Result:
     """Call ``work`` in the environment that ``enter`` makes, and return the result of ``work``. On
     return, the context variables of the environment are unset, its context manager is closed, and
-    the connections are checked. An error of ``enter`` becomes the ``failure`` of the environment;
-    an error at the end of the environment is logged."""
+    the connections are checked. An error of ``enter``, or a transaction that it leaves open,
+    becomes the ``failure`` of the environment; an error at the end of the environment is logged."""
     return copy_context().run(_in_environment, key, enter, work)
 
 
 def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment], Result]) -> Result:
-    environment, raised, results = Environment(), None, []
+    environment, raised, results, using = Environment(), None, [], str(key._state.db)
     try:
         with (
             watched_key(key),
@@ -70,7 +71,10 @@ def _in_environment(key: ClaimedKey, enter: Enter, work: Callable[[Environment],
         ):
             try:
                 enter(stack, environment, key)
+                require_no_transaction(using)
             except FAILURES as error:
+                # The rollback would undo what is written for the key next.
+                roll_back_unknown(using)
                 environment.failure = error
             try:
                 results.append(work(environment))

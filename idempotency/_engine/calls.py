@@ -33,9 +33,11 @@ _FAILURES_IN_SESSION = 16
 #: A refused key that has begun something expires no more; a finished key does.
 _EXPIRY = Case(When(finished_at=None, then=None), default=F("expires_at"))
 
+_CURE = " Check the downstream service for the result, then answer the key in the admin."
 _LEFT_OPEN = (
     "The block of the call {!r} has begun a transaction and left it open, so its writes were rolled"
-    " back. The outcome of the call is stored. Write in atomic_phase(), outside the block."
+    " back, and no result was recorded: a retry would not repeat the writes. Write in"
+    " atomic_phase(), outside the block." + _CURE
 )
 
 
@@ -113,11 +115,13 @@ class Calls:
             call.retryable()  # The block did not run. EitherContext raises the cancellation.
         finally:
             self._open.discard(name)
-            if due:
-                rolled_back = roll_back_unknown(self._using)
+            # A retry would not repeat what is rolled back here, so the call stays in doubt.
+            if left_open := due and roll_back_unknown(self._using):
+                self._unsettled[name] = CallInDoubt(_LEFT_OPEN.format(name))
+            elif due:
                 self._write(row, call)
-        if due and rolled_back:
-            raise RuntimeError(_LEFT_OPEN.format(name))
+        if left_open:
+            raise self._unsettled[name]
         if not self._open:  # Else the open call could not record its result.
             self.require_session()
 
@@ -220,8 +224,7 @@ def _other_mode(name: str) -> RuntimeError:
 def _call_in_doubt(name: str) -> CallInDoubt:
     return CallInDoubt(
         f"The call {name!r} was begun, and its result was never recorded. It may have taken effect,"
-        " and another call could repeat the work. Check the downstream service for the result,"
-        " then answer the key in the admin."
+        f" and another call could repeat the work.{_CURE}"
     )
 
 

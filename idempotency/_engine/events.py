@@ -15,7 +15,11 @@ from django.dispatch import Signal
 from idempotency import signals
 from idempotency._engine.caught_errors import can_only_roll_back
 from idempotency._engine.errors import has_ended
-from idempotency._engine.outer_transactions import in_outer_transaction, is_in_outer_transaction
+from idempotency._engine.outer_transactions import (
+    in_outer_transaction,
+    is_active,
+    is_in_outer_transaction,
+)
 from idempotency._engine.rows import read
 from idempotency._text import error_text
 from idempotency.models import IdempotencyKey
@@ -125,6 +129,7 @@ def _send(
     with ExitStack() as savepoints:
         for connection, _ in sessions:
             savepoint = transaction.atomic(using=connection.alias)
+            savepoints.callback(_leave_manual, connection)
             with suppress(Exception):
                 savepoint.__enter__()
                 savepoints.push(partial(_leave, savepoint))
@@ -157,6 +162,7 @@ def _in_transaction() -> list[BaseDatabaseWrapper]:
         if each.connection is not None
         and (is_in_outer_transaction(each) or _is_manual(each))
         and not has_ended(each)
+        and not is_active(each)
         and not can_only_roll_back(each.alias)
     ]
 
@@ -172,6 +178,13 @@ def _leave(savepoint: transaction.Atomic, *error: Any) -> None:
     """Leave a savepoint, whose writes are rolled back if a receiver has broken it."""
     with suppress(Error):
         savepoint.__exit__(None, None, None)
+
+
+def _leave_manual(connection: BaseDatabaseWrapper) -> None:
+    """Remove a mark that Django leaves on a connection without autocommit whose session is lost in
+    ``atomic()``; such a connection could not be opened again."""
+    if not connection.atomic_blocks:
+        connection.in_atomic_block = False
 
 
 def announce_stuck(pk: int, request: Any, *, using: str) -> None:

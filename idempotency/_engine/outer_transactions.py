@@ -86,8 +86,11 @@ def roll_back_unknown(using: str) -> bool:
     connection = connections[using]
     if connection.connection is None or connection.in_atomic_block:
         return False
-    if (begun := has_begun(connection)) or not connection.autocommit:
+    is_busy = not connection.autocommit and is_active(connection)
+    if (begun := is_busy or has_begun(connection)) or not connection.autocommit:
         try:
+            if is_busy:  # rollback() would wait without end.
+                connection.close()
             connection.rollback()
             connection.set_autocommit(True)
         except Exception:
@@ -108,3 +111,14 @@ def has_begun(connection: BaseDatabaseWrapper) -> bool:
     with suppress(Exception):  # It is closed.
         return connection.vendor == "sqlite" and bool(own.in_transaction)
     return False
+
+
+def is_active(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a result was not read to its end, for example in an iterator of psycopg. The
+    next statement of this thread would wait without end."""
+    own: Any = connection.connection
+    return (
+        connection.vendor == "postgresql"
+        and own is not None
+        and own.pgconn.transaction_status == TransactionStatus.ACTIVE
+    )

@@ -302,19 +302,22 @@ def test_a_batch_backend_that_leaves_a_transaction_open_has_its_jobs_refused(set
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("way", ["lost", "half read", "lost in a transaction"])
+@pytest.mark.parametrize(
+    "way", ["lost", "half read", "half read after an error", "lost in a transaction"]
+)
 def test_a_connection_that_a_job_spoils_is_dropped_before_the_next_one(way):
     """psycopg's own methods note no error, and an iterator that is not read to its end holds a
     lock."""
     connection.ensure_connection()
     own = connection.connection
-    if way == "half read":
+    connection.errors_occurred = way == "half read after an error"
+    if way.startswith("half read"):
         rows = own.cursor().stream("SELECT generate_series(1, 100000)")
         next(rows)
     if way == "lost in a transaction":
         connection.set_autocommit(False)
         UserFactory()
-    if way != "half read":
+    if way.startswith("lost"):
         own.close()
     left_open = ["default"] if way == "lost in a transaction" else []
     assert drop_broken_connections() == left_open

@@ -1,13 +1,13 @@
 """What nobody could finish is settled once by the view's ``on_abandon``, or handed to a person."""
 
 from asyncio import CancelledError
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
 from django.conf.urls.i18n import i18n_patterns
-from django.db import OperationalError, connection, connections
+from django.db import OperationalError, connection, connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.urls import path
 from django.utils import translation
@@ -240,6 +240,28 @@ def hand_back(request: Any, key: Any) -> None:
     """Hand the key back, as an operator does while PREPARE_REQUEST runs."""
     current = IdempotencyKey.objects.get(pk=key.pk)
     assert interventions.hand_back(current.pk, current.claim_token, by="jane")
+
+
+@contextmanager
+def in_transaction(request: Any, key: Any) -> Iterator[None]:
+    with transaction.atomic():
+        yield
+
+
+@pytest.mark.parametrize("prepare", [begin, in_transaction])
+def test_a_key_whose_environment_leaves_a_transaction_open_is_left_to_a_person(
+    prepare: Any, abandoned: Any, settings: Settings
+) -> None:
+    """The reaper would try in each pass, and the completer would wait for the reaper."""
+    calls: list[int] = []
+    key = abandoned(lambda key: calls.append(1) or HttpResponse(status=410))
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare, "COMPLETER_MAX_ATTEMPTS": 1}
+    IdempotencyKey.objects.update(begun=True, locked_until=None, next_run_at=None)
+    assert complete_once().stuck == 1
+    key.refresh_from_db()
+    assert (key.stuck_code, key.locked_until) == ("attempts_exhausted", None)
+    assert "open" in key.stuck_reason or "inside a transaction" in key.stuck_reason
+    assert not calls
 
 
 @pytest.mark.parametrize("prepare", [begin, hand_back])

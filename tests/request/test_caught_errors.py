@@ -15,12 +15,13 @@ from django.http import HttpResponse
 
 from idempotency import interventions, signals
 from idempotency.decorators import idempotent
-from idempotency.exceptions import KeyStuck
+from idempotency.exceptions import KeyStuck, Unavailable
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests import operations
 from tests.factories import UserFactory
 from tests.kit.breaking import BREAKS, breaks_behind
+from tests.kit.outages import cut_this_connection
 from tests.kit.views import both_kinds, over_key, plain
 from tests.models import Entry
 
@@ -317,14 +318,12 @@ def test_no_work_begins_in_a_transaction_that_other_code_left_open():
 
 
 @pytest.mark.parametrize(
-    ("place", "answers"),
-    [("before a phase", [500, 201]), ("in a call", [500, 201]), ("at the end", [503, 201])],
+    ("place", "answers"), [("before a phase", [500, 201]), ("at the end", [503, 201])]
 )
 def test_what_a_view_begins_by_itself_takes_nothing_of_the_key_into_it(
     place, answers, serve, sender
 ):
-    """The rollback of such a transaction would undo the release of the key, and the result of a
-    call."""
+    """The rollback of such a transaction would undo the release of the key."""
     left = [place]
 
     def begin(here):
@@ -335,7 +334,6 @@ def test_what_a_view_begins_by_itself_takes_nothing_of_the_key_into_it(
     def work(key):
         with key.call("pay", at_most_once=True) as call:
             if call.due:
-                begin("in a call")
                 call.record("paid")
         begin("before a phase")
         with atomic_phase(key) as phase:
@@ -360,6 +358,107 @@ def test_what_a_view_begins_by_itself_takes_nothing_of_the_key_into_it(
     serve(view=view)
     assert [sender.send().status_code for _ in answers] == answers
     assert DownstreamCall.objects.get().recorded_at is not None
+
+
+def half_read(alias):
+    """Return an iterator of psycopg, with whose lock the next statement would wait for ever."""
+    rows = connections[alias].connection.cursor().stream("SELECT generate_series(1, 100000)")
+    next(rows)
+    return rows
+
+
+def begin_and_write():
+    connection.connection.execute("BEGIN")
+    Entry.objects.create(name="receipt")
+
+
+def write_without_autocommit():
+    transaction.set_autocommit(False)
+    Entry.objects.create(name="receipt")
+
+
+def read_without_autocommit():
+    write_without_autocommit()
+    return half_read("default")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        begin_and_write,
+        write_without_autocommit,
+        pytest.param(read_without_autocommit, marks=pytest.mark.postgres),
+    ],
+)
+@pytest.mark.parametrize("error", [None, OSError])
+def test_a_call_whose_block_leaves_a_transaction_open_is_in_doubt(begin, error, serve, sender):
+    """A retry finds a recorded result, skips the block, and would not repeat its writes."""
+    kept = []
+
+    def work(key):
+        with key.call("pay", at_most_once=True) as call:
+            if call.due:
+                kept.append(begin())
+                call.record("paid")
+                if error:
+                    raise error
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+
+    serve(view=over_key(work))
+    assert [sender.send().status_code for _ in range(3)] == [500 if error else 409, 409, 409]
+    assert not Entry.objects.exists()
+    assert len(kept) == 1, "the call is not made again"
+    key = IdempotencyKey.objects.get()
+    assert key.stuck_code == "call_in_doubt"
+    assert ("left it open" in key.stuck_reason) == (error is None)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+@pytest.mark.parametrize("way", ["lost", "closed by a receiver"])
+def test_a_connection_without_autocommit_that_is_lost_can_be_opened_again(way):
+    """Django would leave it in a block that nobody can leave."""
+    other = connections["shard_b"]
+    operations.note.once("1", name="noted")
+
+    def receive(**kwargs):
+        if way != "lost":
+            other.close()
+
+    other.set_autocommit(False)
+    signals.key_replayed.connect(receive)
+    try:
+        Entry.objects.using("shard_b").create(name="order")
+        if way == "lost":
+            cut_this_connection("shard_b")
+            operations.note.once("1", name="noted")
+        else:
+            with pytest.raises(Unavailable):
+                operations.note.once("1", name="noted")
+    finally:
+        signals.key_replayed.disconnect(receive)
+        other.close()
+    assert not Entry.objects.using("shard_b").exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_replay_does_not_wait_for_an_iterator_of_its_caller():
+    operations.note.once("1", name="noted")
+
+    def receive(**kwargs):
+        pass
+
+    signals.key_replayed.connect(receive)
+    try:
+        with transaction.atomic(using="shard_b"):
+            Entry.objects.using("shard_b").exists()
+            rows = half_read("shard_b")
+            operations.note.once("1", name="noted")
+            assert len(list(rows)) == 99_999
+    finally:
+        signals.key_replayed.disconnect(receive)
 
 
 @pytest.mark.postgres
