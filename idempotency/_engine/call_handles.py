@@ -43,6 +43,11 @@ class AtMostOnceCall(KeyedCall):
         self.recorded = False
         self.may_be_repeated = False
 
+    @property
+    def took_no_effect(self) -> bool:
+        """Whether the intent is deleted at the end of the block."""
+        return self.may_be_repeated and not self.recorded
+
     def record(self, result: Any = None) -> None:
         """Record the result, a JSON value, for this run and later ones; it is committed at the end
         of the block.

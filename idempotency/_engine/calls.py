@@ -115,8 +115,8 @@ class Calls:
             call.retryable()  # The block did not run. EitherContext raises the cancellation.
         finally:
             self._open.discard(name)
-            # A retry would not repeat what is rolled back here, so the call stays in doubt.
-            if left_open := due and roll_back_unknown(self._using):
+            left_open = due and roll_back_unknown(self._using) and not call.took_no_effect
+            if left_open:  # A retry would not repeat the writes, so the call stays in doubt.
                 self._unsettled[name] = CallInDoubt(_LEFT_OPEN.format(name))
             elif due:
                 self._write(row, call)
@@ -155,7 +155,7 @@ class Calls:
     def _write(self, row: DownstreamCall, call: AtMostOnceCall) -> None:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
-        if call.may_be_repeated and not call.recorded:
+        if call.took_no_effect:
             _write_through_outage(partial(_delete_intent, row, using=using), using)
             self._unsettled[name] = CallNotRecorded()
             self._ended.discard(name)

@@ -127,9 +127,11 @@ def _send(
         return
     sessions = [(connection, connection.connection) for connection in _in_transaction()]
     with ExitStack() as savepoints:
-        for connection, _ in sessions:
+        for connection, own in sessions:
+            if is_active(connection):
+                continue
             savepoint = transaction.atomic(using=connection.alias)
-            savepoints.callback(_leave_manual, connection)
+            savepoints.callback(_leave_manual, connection, own)
             with suppress(Exception):
                 savepoint.__enter__()
                 savepoints.push(partial(_leave, savepoint))
@@ -162,7 +164,6 @@ def _in_transaction() -> list[BaseDatabaseWrapper]:
         if each.connection is not None
         and (is_in_outer_transaction(each) or _is_manual(each))
         and not has_ended(each)
-        and not is_active(each)
         and not can_only_roll_back(each.alias)
     ]
 
@@ -180,11 +181,14 @@ def _leave(savepoint: transaction.Atomic, *error: Any) -> None:
         savepoint.__exit__(None, None, None)
 
 
-def _leave_manual(connection: BaseDatabaseWrapper) -> None:
-    """Remove a mark that Django leaves on a connection without autocommit whose session is lost in
-    ``atomic()``; such a connection could not be opened again."""
+def _leave_manual(connection: BaseDatabaseWrapper, own: Any) -> None:
+    """Remove the marks that Django leaves on a connection without autocommit whose session is lost
+    in ``atomic()``: it could not be opened again. The caller's next statement fails, since a new
+    session would commit the rest of the transaction alone."""
     if not connection.atomic_blocks:
-        connection.in_atomic_block = False
+        connection.in_atomic_block = connection.closed_in_transaction = False
+        if connection.connection is None and getattr(own, "closed", True):
+            connection.connection = own
 
 
 def announce_stuck(pk: int, request: Any, *, using: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 logger = logging.getLogger("idempotency")
 
@@ -121,4 +121,5 @@ def is_active(connection: BaseDatabaseWrapper) -> bool:
         connection.vendor == "postgresql"
         and own is not None
         and own.pgconn.transaction_status == TransactionStatus.ACTIVE
+        and own.pgconn.pipeline_status == PipelineStatus.OFF
     )

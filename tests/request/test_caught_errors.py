@@ -3,13 +3,13 @@ the transaction back without an error, so no response may be stored that says th
 
 import logging
 from asyncio import CancelledError
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import psycopg
 import pytest
 from django.core.signals import request_finished
-from django.db import DatabaseError, connection, connections, transaction
+from django.db import DatabaseError, Error, connection, connections, transaction
 from django.db.models.signals import post_delete, post_save
 from django.http import HttpResponse
 
@@ -414,48 +414,97 @@ def test_a_call_whose_block_leaves_a_transaction_open_is_in_doubt(begin, error, 
     assert ("left it open" in key.stuck_reason) == (error is None)
 
 
+@pytest.mark.parametrize("error", [None, OSError])
+def test_a_call_that_took_no_effect_is_repeated_although_its_block_left_a_transaction_open(
+    error, serve, sender
+):
+    made = []
+
+    def work(key):
+        with key.call("pay", at_most_once=True) as call:
+            made.append(Entry.objects.count())
+            if len(made) == 1:
+                write_without_autocommit()
+                call.retryable()
+                if error:
+                    raise error
+            else:
+                call.record("paid")
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+
+    serve(view=over_key(work))
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
+    assert made == [0, 0]
+
+
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-@pytest.mark.parametrize("way", ["lost", "closed by a receiver"])
-def test_a_connection_without_autocommit_that_is_lost_can_be_opened_again(way):
-    """Django would leave it in a block that nobody can leave."""
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_connection_without_autocommit_that_is_lost_can_be_opened_again(is_lost, closes):
+    """Django would leave it in a block that nobody can leave. What follows in the transaction must
+    not be committed alone."""
     other = connections["shard_b"]
-    operations.note.once("1", name="noted")
 
     def receive(**kwargs):
-        if way != "lost":
+        if closes:
             other.close()
 
     other.set_autocommit(False)
-    signals.key_replayed.connect(receive)
+    signals.key_finished.connect(receive)
     try:
-        Entry.objects.using("shard_b").create(name="order")
-        if way == "lost":
+        Entry.objects.using("shard_b").create(name="debit")
+        if is_lost:
             cut_this_connection("shard_b")
-            operations.note.once("1", name="noted")
-        else:
-            with pytest.raises(Unavailable):
-                operations.note.once("1", name="noted")
+        operations.note.once("1", name="noted")
+        with nullcontext() if not (is_lost or closes) else pytest.raises(Error):
+            Entry.objects.using("shard_b").create(name="credit")
+            other.commit()
     finally:
-        signals.key_replayed.disconnect(receive)
+        signals.key_finished.disconnect(receive)
         other.close()
-    assert not Entry.objects.using("shard_b").exists()
+    left = Entry.objects.using("shard_b").count()
+    assert left == (0 if is_lost or closes else 2)
 
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_a_replay_does_not_wait_for_an_iterator_of_its_caller():
+def test_a_receiver_rolls_no_pipeline_of_the_caller_back():
+    def receive(**kwargs):
+        with transaction.atomic(using="shard_b", savepoint=False):
+            raise ValueError
+
+    signals.key_finished.connect(receive)
+    try:
+        with transaction.atomic(using="shard_b"):
+            Entry.objects.using("shard_b").create(name="order")
+            own = connections["shard_b"].connection
+            with own.pipeline():
+                own.execute("SELECT 1")
+                operations.note.once("1", name="noted")
+    finally:
+        signals.key_finished.disconnect(receive)
+    assert Entry.objects.using("shard_b").count() == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_replay_does_not_wait_for_an_iterator_of_its_caller(breaks):
     operations.note.once("1", name="noted")
 
     def receive(**kwargs):
-        pass
+        if breaks:
+            transaction.set_rollback(True, using="shard_b")
 
     signals.key_replayed.connect(receive)
     try:
         with transaction.atomic(using="shard_b"):
             Entry.objects.using("shard_b").exists()
             rows = half_read("shard_b")
-            operations.note.once("1", name="noted")
+            with pytest.raises(Unavailable) if breaks else nullcontext():
+                operations.note.once("1", name="noted")
             assert len(list(rows)) == 99_999
     finally:
         signals.key_replayed.disconnect(receive)
