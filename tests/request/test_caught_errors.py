@@ -59,6 +59,14 @@ def test_no_receiver_rolls_the_intent_of_a_call_back(break_transaction, serve, s
     assert made == [1, 1]
 
 
+def test_a_replay_is_sent_although_its_transaction_was_broken(break_transaction, serve, sender):
+    """It has written nothing, so it needs no COMMIT."""
+    serve(view=plain(lambda request: HttpResponse(status=201)))
+    sender.send()
+    with breaks_behind("lock_seconds", break_transaction):
+        assert sender.send().status_code == 201
+
+
 @both_kinds
 def test_a_wrapper_that_breaks_the_transaction_behind_the_last_statement_is_told(
     kind, break_transaction, serve, sender
