@@ -9,7 +9,15 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import DatabaseError, Error, connection, connections, transaction
+from django.db import (
+    DatabaseError,
+    DataError,
+    Error,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
 from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
@@ -521,6 +529,23 @@ def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(
     own = connection.connection
     result = own.pgconn.make_empty_result(ExecStatus.FATAL_ERROR)
     assert isinstance(round_trips._error(own, result, None, None, {}), psycopg.OperationalError)
+
+
+def test_the_reason_for_which_the_server_closes_the_connection_is_told(
+    transactional_db: None,
+) -> None:
+    connection.ensure_connection()
+    end = "SELECT pg_terminate_backend(pg_backend_pid())"
+    with pytest.raises(OperationalError) as raised:
+        round_trips.run(connection, end, Hidden({}), before=["SELECT 1"])
+    connection.close()
+    assert isinstance(raised.value.__cause__, psycopg.errors.AdminShutdown)
+
+
+def test_an_error_behind_the_first_statement_of_a_message_is_told(transactional_db: None) -> None:
+    connection.ensure_connection()
+    with pytest.raises(DataError):
+        round_trips.send(connection, ["SELECT 1", "SELECT 1/0"])
 
 
 @both_kinds
