@@ -26,6 +26,9 @@ NOT_ON_CITUS = {
     "test_a_key_that_a_trigger_protects_is_kept_and_stops_no_other": (
         "distributed tables have no triggers"
     ),
+    "test_a_message_that_the_database_keeps_does_not_stop_the_reaper": (
+        "distributed tables have no triggers"
+    ),
     "test_threads_stop_between_keys_and_leave_no_connection": (
         "the cluster has connections of its own"
     ),
