@@ -25,6 +25,7 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from idempotency import signals
+from idempotency._boundary import outside_of_request
 from idempotency._engine import decisions, events, replication, rows
 from idempotency._engine.adapter import HTTP, adapter_of
 from idempotency._engine.decisions import Decision
@@ -90,7 +91,8 @@ def complete_now(
 
     Return "handed back" if another run claimed the key first. Return None, without any change, if
     the key could not be handed back. If this process dies, the completer runs the key. The call
-    lasts as long as the view.
+    lasts as long as the view. The view runs in a thread of its own, as in the completer: it does
+    not see what a middleware has set for the operator.
     Raises RuntimeError in a transaction.
     """
     require_no_transaction(_alias(using))
@@ -98,7 +100,8 @@ def complete_now(
     del seen  # A token is no local variable while the view runs; see idempotency._hidden.
     if not handed_back:
         return None
-    return complete_by_id(pk, 0, _alias(using), by) or "handed back"
+    outcome = outside_of_request(complete_by_id, pk, 0, _alias(using), by)
+    return outcome or "handed back"
 
 
 def calls_of(pk: int, *, using: str | None = None) -> str:
@@ -139,7 +142,7 @@ def answer(
     if done := decisions.answer(Decision(pk, seen, at, by, note, alias), stored, calls=calls):
         replication.confirm(alias)
         if (key := rows.read(pk, using=alias)) is not None:
-            events.emit_committed(signals.key_finished, key, None)
+            events.emit(signals.key_finished, key, None)
     return done
 
 

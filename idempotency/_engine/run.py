@@ -73,9 +73,8 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     if outcome is None:
         return replays.replay_or_raise(claim, work, using=using)
     if outcome.is_stored:
-        emit = events.emit_committed if run.is_nested else events.emit
-        emit(signals.key_claimed, claim.key, work.request)
-        emit(signals.key_finished, claim.key, work.request)
+        events.emit(signals.key_claimed, claim.key, work.request)
+        events.emit(signals.key_finished, claim.key, work.request)
     return outcome.value
 
 

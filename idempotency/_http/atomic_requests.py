@@ -82,5 +82,7 @@ def _blocks_of_django(request: HttpRequest, options: Options) -> list[Atomic]:
 @lru_cache(maxsize=8)
 def _mark(resolver: URLResolver) -> None:
     for _, _, view in every_view(resolver):
+        if getattr(view, "_non_atomic_requests", None) is EVERY_ALIAS:
+            continue  # A bound method has the mark of its function, and takes no attributes.
         if any(options_of(view, method) for method in _METHODS):
             view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]

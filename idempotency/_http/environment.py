@@ -4,17 +4,13 @@ PREPARE_REQUEST sets."""
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from django.conf import settings
-from django.conf.urls.i18n import is_language_prefix_patterns_used
 from django.http import HttpRequest
-from django.middleware.locale import LocaleMiddleware
 from django.urls import get_script_prefix, get_urlconf, set_script_prefix, set_urlconf
 from django.utils import translation
-from django.utils.module_loading import import_string
 
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._environment import Environment, prepare
-from idempotency._http.stored_request import rebuild
+from idempotency._http.stored_request import language_of, rebuild
 
 #: The attributes in which PREPARE_REQUEST may set the sender; the last two are those of Django REST
 #: framework.
@@ -26,27 +22,12 @@ def enter_request(stack: ExitStack, environment: Environment, key: ClaimedKey) -
     sets."""
     environment.request = request = rebuild(key)
     stack.enter_context(_urls_of(request))
-    stack.enter_context(translation.override(_language_of(request)))
+    stack.enter_context(translation.override(language_of(key)))
     before = {name: getattr(request, name, None) for name in _SENDER}
     prepare(stack, request, key)
     environment.sender_set = any(
         getattr(request, name, None) is not value for name, value in before.items()
     )
-
-
-def _language_of(request: HttpRequest) -> str:
-    """Return the language that LocaleMiddleware chose for the client, or LANGUAGE_CODE without
-    it."""
-    middlewares = [import_string(path) for path in settings.MIDDLEWARE]
-    classes = [each for each in middlewares if isinstance(each, type)]
-    if not any(issubclass(each, LocaleMiddleware) for each in classes):
-        return settings.LANGUAGE_CODE
-    urlconf = getattr(request, "urlconf", settings.ROOT_URLCONF)
-    in_path, default_in_path = is_language_prefix_patterns_used(urlconf)
-    has_language = default_in_path or translation.get_language_from_path(request.path_info)
-    if in_path and not has_language:
-        return settings.LANGUAGE_CODE
-    return translation.get_language_from_request(request, check_path=in_path)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from asgiref.sync import sync_to_async
+from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.exceptions import BadRequest
@@ -52,6 +53,8 @@ _PARSED = "parsed"
 _NO_USER = "no_user"
 #: The mark with the URLconf that a middleware chose, for instance by host.
 _URLCONF = "urlconf"
+#: The mark with the language that LocaleMiddleware chose, perhaps by a cookie.
+_LANGUAGE = "language"
 #: The mark with the values that ``keep=`` names, as JSON text: a column of JSON does not take each
 #: text.
 _KEPT = "kept"
@@ -121,6 +124,7 @@ def _headers(
         _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
         _URLCONF: fingerprints.chosen_urlconf(request),
         _CREDENTIALS: "true" if is_cut else "",
+        _LANGUAGE: getattr(request, "LANGUAGE_CODE", ""),
         _KEPT: kept.value,
     }
     return headers | {name: value for name, value in marks.items() if value}
@@ -147,6 +151,13 @@ def _kept(call: Call, options: Options) -> tuple[Hidden[str], Exception | None]:
 def urlconf_of(key: IdempotencyKey) -> str | None:
     urlconf: str | None = key.request_headers.get(_URLCONF)
     return urlconf
+
+
+def language_of(key: IdempotencyKey) -> str:
+    """Return the language that LocaleMiddleware chose for the client, or LANGUAGE_CODE without
+    it."""
+    language: str = key.request_headers.get(_LANGUAGE) or settings.LANGUAGE_CODE
+    return language
 
 
 def client_headers(key: IdempotencyKey) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """The work of a run that a request asks for: its view. The adapter of HTTP; see
 ``idempotency._engine.adapter``."""
 
+import logging
 import threading
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
-from django.http import HttpResponseBase
+from django.http import HttpResponseBase, StreamingHttpResponse
 
 from idempotency import conf
 from idempotency._engine.adapter import Outcome, Run
@@ -19,6 +21,8 @@ from idempotency._http.request_state import RequestState
 from idempotency._http.view import Call, atomic_aliases
 from idempotency.conf import Isolation
 from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, ResponseNotCommitted
+
+logger = logging.getLogger("idempotency")
 
 
 class ViewWork:
@@ -117,7 +121,10 @@ class ViewWork:
             )
 
     def stored(self, value: HttpResponseBase) -> StoredResponse:
-        return responses.stored_parts(value)
+        parts = responses.stored_parts(value)
+        if parts.body is None and type(value) is StreamingHttpResponse:
+            _warn_of_stream(self.name)
+        return parts
 
     def restored(self, key: ClaimedKey) -> HttpResponseBase:
         return responses.stored_response(key)
@@ -147,3 +154,14 @@ class ViewWork:
     def put_back(self) -> None:
         if self._before is not None:
             self._before.put_back()
+
+
+@cache
+def _warn_of_stream(view: str) -> None:
+    """Log once for each view that work in a generator is not protected."""
+    logger.warning(
+        "The view %s streams its response. The generator runs after COMMIT, when the key is"
+        " finished: if the client leaves, no retry continues it. Do all work before the view"
+        " returns.",
+        view,
+    )

@@ -36,6 +36,9 @@ _OUTAGES_HEADER, _TRACE_HEADER = "idempotency_outages", "idempotency_trace"
 _HEADERS = (SHARD_HEADER, _OUTAGES_HEADER, _TRACE_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
+#: The longest wait before a try, in seconds. A waiting message is not acknowledged, which RabbitMQ
+#: permits for 30 minutes (``consumer_timeout``).
+_MAX_WAIT = 900
 
 
 def _retry(retry: Callable[..., Any], given: Arguments) -> Any:
@@ -99,7 +102,7 @@ class OnceTask(Task):  # type: ignore[misc]
     abstract = True
     acks_late = True
     reject_on_worker_lost = True
-    max_retries = 12
+    max_retries = 14
     Request = OnceRequest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +142,9 @@ class OnceTask(Task):  # type: ignore[misc]
                 reason = RuntimeError(error_text(reason))
             if reason and is_uncounted(reason, request.value.get(SHARD_HEADER)):
                 raise self._uncounted_retry(request, reason) from error
-            raise self.retry(exc=reason, countdown=min(2**request.value.retries, 3600)) from error
+            raise self.retry(
+                exc=reason, countdown=min(2**request.value.retries, _MAX_WAIT)
+            ) from error
         if not first and (request.value.callbacks or request.value.chain or request.value.chord):
             request.value.errbacks = None  # They may undo work that took effect.
             raise RuntimeError(
@@ -169,7 +174,7 @@ class OnceTask(Task):  # type: ignore[misc]
         most = tries if self.max_retries is None else self.max_retries
         request.value.retries = min(tries, most) - 1  # Celery adds one.
         headers = {_OUTAGES_HEADER: outages + 1}
-        return self.retry(exc=reason, countdown=min(2**outages, 3600), headers=headers)
+        return self.retry(exc=reason, countdown=min(2**outages, _MAX_WAIT), headers=headers)
 
     async def _finish(self, awaitable: Awaitable[Any], request: Hidden[Any]) -> Any:
         """Await the result of run() with the request on Celery's stack: the thread of the event

@@ -265,14 +265,18 @@ def test_a_view_below_i18n_patterns_is_found_and_speaks_its_language(
     assert by_client["language"] == language
 
 
+@pytest.mark.parametrize("chosen_by", ["header", "cookie"])
 def test_a_client_is_spoken_to_in_the_language_that_a_middleware_chose(
-    shop: Shop, sender: Sender, settings: Settings, in_two_languages: Any
+    chosen_by: str, shop: Shop, sender: Sender, settings: Settings, in_two_languages: Any
 ) -> None:
     settings.ROOT_URLCONF = type(
         "Urls", (), {"urlpatterns": [path("view/", shop.view, name="view")]}
     )
-    sender.send(headers={"Accept-Language": "de"})
+    if chosen_by == "cookie":
+        sender.client.cookies["django_language"] = "de"
+    sender.send(headers={"Accept-Language": "de" if chosen_by == "header" else "en"})
     abandon()
+    translation.activate("en")  # as in another process
     complete_once()
     assert [run["language"] for run in shop.seen] == ["de", "de"]
 

@@ -67,6 +67,23 @@ def calling(request: HttpRequest) -> HttpResponseBase:
     return Orders.as_view()(request)
 
 
+def test_a_bound_method_has_the_mark_of_its_function(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, sender: Sender
+) -> None:
+    """It takes no attributes: the first request of the process, of any view, would fail."""
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+
+    class Api:
+        @idempotent
+        def create(self, request: HttpRequest) -> HttpResponseBase:
+            return HttpResponse(str(len(connection.savepoint_ids)))
+
+    patterns = [path("view/", Api().create), path("other/", lambda request: HttpResponse())]
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
+    assert sender.client.get("/other/").status_code == 200
+    assert sender.send().content == b"0"
+
+
 @pytest.mark.parametrize(
     "view", [calling, transaction.atomic(Orders.as_view())], ids=["calling", "atomic"]
 )

@@ -3,25 +3,24 @@ the transaction back without an error, so no response may be stored that says th
 
 import logging
 from asyncio import CancelledError
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 
 import psycopg
 import pytest
 from django.core.signals import request_finished
-from django.db import DatabaseError, Error, connection, connections, transaction
+from django.db import DatabaseError, connection, connections, transaction
 from django.db.models.signals import post_delete, post_save
 from django.http import HttpResponse
 
 from idempotency import interventions, signals
 from idempotency.decorators import idempotent
-from idempotency.exceptions import KeyStuck, Unavailable
+from idempotency.exceptions import KeyStuck
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests import operations
 from tests.factories import UserFactory
 from tests.kit.breaking import BREAKS, breaks_behind
-from tests.kit.outages import cut_this_connection
 from tests.kit.views import both_kinds, over_key, plain
 from tests.models import Entry
 
@@ -110,30 +109,6 @@ def test_a_receiver_of_a_signal_rolls_no_transaction_of_the_caller_back(
     assert Entry.objects.count() == 2
 
 
-@pytest.mark.postgres
-def test_a_transaction_that_is_lost_while_receivers_run_is_told(serve, sender):
-    protected = plain(lambda request: HttpResponse(status=201))
-
-    def view(request):
-        with transaction.atomic():
-            Entry.objects.create(name="order")
-            return protected(request)
-
-    def lose_session(**kwargs):
-        with suppress(DatabaseError), connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-
-    serve(view=view)
-    sender.send()
-    signals.key_replayed.connect(lose_session)
-    try:
-        assert sender.send().status_code >= 500
-    finally:
-        signals.key_replayed.disconnect(lose_session)
-        connection.close()
-    assert Entry.objects.count() == 1
-
-
 def raw(statement, using="default"):
     """Send a statement that Django does not see; hide its error."""
     with suppress(psycopg.Error):
@@ -193,61 +168,6 @@ def test_a_receiver_at_commit_rolls_no_other_transaction_of_the_caller_back(sign
     assert (Entry.objects.count(), Entry.objects.using("shard_b").count()) == (1, 1)
 
 
-@pytest.mark.postgres
-@pytest.mark.parametrize("place", ["before SAVEPOINT", "after RELEASE"])
-def test_a_transaction_that_breaks_at_the_savepoint_of_receivers_is_told(place):
-    operations.note.once("1", name="noted")
-    received, savepoints = [], []
-
-    def receive(**kwargs):
-        received.append(1)
-
-    def wrapper(execute, sql, *arguments):
-        savepoints.extend(["run", "receivers"][len(savepoints) :][: sql.startswith("SAVEPOINT")])
-        if place == "before SAVEPOINT" and savepoints[-1:] == ["receivers"] and not received:
-            raw("SELECT 1/0")
-        result = execute(sql, *arguments)
-        if place == "after RELEASE" and received and sql.startswith("RELEASE"):
-            raw("SELECT 1/0")
-        return result
-
-    def order():
-        with transaction.atomic():
-            Entry.objects.create(name="order")
-            with connection.execute_wrapper(wrapper):
-                operations.note.once("1", name="noted")
-
-    signals.key_replayed.connect(receive)
-    try:
-        with pytest.raises(DatabaseError):
-            order()
-    finally:
-        signals.key_replayed.disconnect(receive)
-    assert Entry.objects.count() == 1
-
-
-@pytest.mark.postgres
-@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_a_receiver_rolls_no_transaction_without_autocommit_back():
-    other = connections["shard_b"]
-    operations.note.once("1", name="noted")
-
-    def receive(**kwargs):
-        raw("SELECT 1/0", "shard_b")
-
-    other.set_autocommit(False)
-    signals.key_replayed.connect(receive)
-    try:
-        Entry.objects.using("shard_b").create(name="order")
-        operations.note.once("1", name="noted")
-        other.commit()
-    finally:
-        signals.key_replayed.disconnect(receive)
-        other.rollback()
-        other.set_autocommit(True)
-    assert Entry.objects.using("shard_b").count() == 1
-
-
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 def test_what_receivers_do_changes_nothing_that_is_committed(serve, sender, caplog):
     hooks = []
@@ -266,12 +186,9 @@ def test_what_receivers_do_changes_nothing_that_is_committed(serve, sender, capl
     protected = over_key(work)
 
     def view(request):
-        try:
-            with transaction.atomic("shard_b"):
-                Entry.objects.using("shard_b").create(name="order")
-                return protected(request)
-        finally:
-            connections["shard_b"].close()
+        with transaction.atomic("shard_b"):
+            Entry.objects.using("shard_b").create(name="order")
+            return protected(request)
 
     sent = [signals.key_claimed, signals.phase_committed, signals.key_finished]
     serve(view=view)
@@ -285,8 +202,35 @@ def test_what_receivers_do_changes_nothing_that_is_committed(serve, sender, capl
             for signal in sent:
                 signal.disconnect(receive)
     assert hooks == [1]
-    assert "The transaction on 'shard_b' was lost while the receivers" in caplog.text
-    assert "a receiver of a signal failed: CancelledError" in caplog.text
+    assert Entry.objects.using("shard_b").count() == 1
+    assert caplog.text.count("a receiver of a signal failed: CancelledError") == 3
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_a_signal_waits_for_the_transactions_of_the_caller(rolls_back):
+    sent = []
+
+    def receive(signal, **kwargs):
+        assert not any(each.in_atomic_block for each in connections.all())
+        sent.append(signal)
+
+    every = [signals.key_finished, signals.key_replayed, signals.request_answered]
+    for signal in every:
+        signal.connect(receive)
+    try:
+        with suppress(OSError), transaction.atomic(), transaction.atomic("shard_b"):
+            for _ in range(2):
+                operations.note.once("1", name="noted")
+            assert not sent
+            if rolls_back:
+                raise OSError
+    finally:
+        for signal in every:
+            signal.disconnect(receive)
+    answered = signals.request_answered
+    order = [signals.key_finished, answered, signals.key_replayed, answered]
+    assert sent == ([] if rolls_back else order)
 
 
 def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatch):
@@ -447,78 +391,6 @@ def test_a_call_that_took_no_effect_is_repeated_although_its_block_left_a_transa
 
 
 @pytest.mark.postgres
-@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-@pytest.mark.parametrize("is_lost", [False, True])
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_connection_without_autocommit_that_is_lost_can_be_opened_again(is_lost, closes):
-    """Django would leave it in a block that nobody can leave. What follows in the transaction must
-    not be committed alone."""
-    other = connections["shard_b"]
-
-    def receive(**kwargs):
-        if closes:
-            other.close()
-
-    other.set_autocommit(False)
-    signals.key_finished.connect(receive)
-    try:
-        Entry.objects.using("shard_b").create(name="debit")
-        if is_lost:
-            cut_this_connection("shard_b")
-        operations.note.once("1", name="noted")
-        with nullcontext() if not (is_lost or closes) else pytest.raises(Error):
-            Entry.objects.using("shard_b").create(name="credit")
-            other.commit()
-    finally:
-        signals.key_finished.disconnect(receive)
-        other.close()
-    left = Entry.objects.using("shard_b").count()
-    assert left == (0 if is_lost or closes else 2)
-
-
-@pytest.mark.postgres
-@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_a_receiver_rolls_no_pipeline_of_the_caller_back():
-    def receive(**kwargs):
-        with transaction.atomic(using="shard_b", savepoint=False):
-            raise ValueError
-
-    signals.key_finished.connect(receive)
-    try:
-        with transaction.atomic(using="shard_b"):
-            Entry.objects.using("shard_b").create(name="order")
-            own = connections["shard_b"].connection
-            with own.pipeline():
-                own.execute("SELECT 1")
-                operations.note.once("1", name="noted")
-    finally:
-        signals.key_finished.disconnect(receive)
-    assert Entry.objects.using("shard_b").count() == 1
-
-
-@pytest.mark.postgres
-@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-@pytest.mark.parametrize("breaks", [False, True])
-def test_a_replay_does_not_wait_for_an_iterator_of_its_caller(breaks):
-    operations.note.once("1", name="noted")
-
-    def receive(**kwargs):
-        if breaks:
-            transaction.set_rollback(True, using="shard_b")
-
-    signals.key_replayed.connect(receive)
-    try:
-        with transaction.atomic(using="shard_b"):
-            Entry.objects.using("shard_b").exists()
-            rows = half_read("shard_b")
-            with pytest.raises(Unavailable) if breaks else nullcontext():
-                operations.note.once("1", name="noted")
-            assert len(list(rows)) == 99_999
-    finally:
-        signals.key_replayed.disconnect(receive)
-
-
-@pytest.mark.postgres
 def test_a_transaction_that_was_left_open_fails_one_request_only(
     serve, client, sender, monkeypatch
 ):
@@ -532,28 +404,6 @@ def test_a_transaction_that_was_left_open_fails_one_request_only(
 
 
 @pytest.mark.postgres
-@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_a_receiver_may_commit_in_a_database_without_autocommit(monkeypatch):
-    other = connections["shard_b"]
-    monkeypatch.setitem(other.settings_dict, "AUTOCOMMIT", False)
-
-    def receive(**kwargs):
-        Entry.objects.using("shard_b").create(name="told")
-        transaction.commit(using="shard_b")
-
-    other.set_autocommit(False)
-    signals.key_finished.connect(receive)
-    try:
-        Entry.objects.using("shard_b").exists()
-        operations.note.once("1", name="noted")
-    finally:
-        signals.key_finished.disconnect(receive)
-        other.rollback()
-        other.set_autocommit(True)
-    assert Entry.objects.using("shard_b").count() == 1
-
-
-@pytest.mark.postgres
 def test_a_block_that_raises_with_a_transaction_open_keeps_its_error(serve, sender):
     def work(key):
         with key.call("pay", at_most_once=True) as call:
@@ -564,26 +414,6 @@ def test_a_block_that_raises_with_a_transaction_open_keeps_its_error(serve, send
     serve(view=over_key(work))
     assert sender.send().status_code == 409
     assert IdempotencyKey.objects.get().stuck_code == "view_gave_up"
-
-
-@pytest.mark.postgres
-@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-def test_a_receiver_may_close_a_database_without_autocommit(monkeypatch):
-    other = connections["shard_b"]
-    monkeypatch.setitem(other.settings_dict, "AUTOCOMMIT", False)
-
-    def receive(**kwargs):
-        other.close()
-
-    other.set_autocommit(False)
-    signals.key_replayed.connect(receive)
-    try:
-        operations.note.once("1", name="noted")
-        Entry.objects.using("shard_b").exists()
-        operations.note.once("1", name="noted")
-    finally:
-        signals.key_replayed.disconnect(receive)
-        other.close()
 
 
 def test_an_operation_in_a_transaction_of_the_caller_tells_that_it_was_rolled_back(

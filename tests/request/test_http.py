@@ -36,6 +36,7 @@ from pytest_django import Settings
 from idempotency import scopes
 from idempotency._http.key_header import key_of as key_carried_by
 from idempotency._http.problems import Problem
+from idempotency._http.work import _warn_of_stream
 from idempotency.completer import complete_key
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
@@ -722,8 +723,11 @@ def test_error_in_rendering_comes_before_commit(
 
 @both_kinds
 def test_streamed_body_that_breaks_off_leaves_the_work_and_no_half_body(
-    kind: Kind, serve: Serve, sender: Sender
+    kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its generator runs after COMMIT, which the log says once."""
+    _warn_of_stream.cache_clear()
+
     def broken() -> Iterator[bytes]:
         yield b"half"
         raise RuntimeError("no more")
@@ -739,6 +743,9 @@ def test_streamed_body_that_breaks_off_leaves_the_work_and_no_half_body(
     assert (replayed.status_code, replayed.content) == (201, b"")
     assert replayed["Idempotent-Body-Omitted"] == "true"
     assert (counted.runs, Entry.objects.count()) == (1, 1)
+    with pytest.raises(RuntimeError, match="no more"):
+        b"".join(sender.send(key="another").streaming_content)
+    assert caplog.text.count("streams its response") == 1
 
 
 def test_file_response_is_delivered_and_not_kept(serve: Serve, sender: Sender) -> None:

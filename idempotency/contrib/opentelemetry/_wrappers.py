@@ -189,7 +189,7 @@ def _note_retry(kind: type[BaseException]) -> None:
 
 
 def _signal(original: _Function) -> _Function:
-    """Set the attributes that signals have. ``emit_committed`` may send its signal later."""
+    """Set the attributes that signals have. The signal may be sent later."""
 
     def emit(signal: Any, key: Any, request: Any, **more: Any) -> None:
         _note_signal(signal, key, **more)
@@ -248,7 +248,6 @@ _WRAPPERS: list[tuple[Any, str, Callable[[_Function], _Function]]] = [
     (attempts.Attempts, "__exit__", _retry),
     (events, "emit", _signal),
     (events, "emit_uncommitted", _signal),
-    (events, "emit_committed", _signal),
     (_key_completion, "complete_by_id", _complete),
     (completer, "complete_by_id", _complete),
     (interventions, "complete_by_id", _complete),
