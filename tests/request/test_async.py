@@ -253,8 +253,9 @@ def test_a_phased_view_goes_on_after_its_client_has_hung_up(
 
 
 @pytest.mark.postgres
+@pytest.mark.parametrize("at_most_once", [False, True])
 def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_together(
-    transactional_db: None,
+    at_most_once: Any, transactional_db: None
 ) -> None:
     """Each asyncio task has a key; both use the connection of the one thread in which they wait for
     the database."""
@@ -264,10 +265,11 @@ def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_togethe
     async def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         async for _ in key.aphases():
-            async with key.call("sms", at_most_once=True) as call:
+            async with key.call("sms", at_most_once=at_most_once) as call:
                 if key.idempotency_key == "outer":
                     await asyncio.create_task(ask("inner"))
-                call.record()
+                if at_most_once:
+                    call.record()
             async with atomic_phase(key) as phase:
                 if key.idempotency_key == "outer":
                     await asyncio.create_task(attempt(key))

@@ -7,6 +7,7 @@ import threading
 from contextlib import nullcontext, suppress
 from html import unescape
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -70,6 +71,21 @@ def charge(key: Any, name: str, charged: list[str], end: BaseException | None = 
 def stuck_code() -> str:
     """Return the stuck code of the only key."""
     return IdempotencyKey.objects.get().stuck_code
+
+
+def test_an_intent_that_appears_during_the_run_is_in_doubt_too(
+    serve: Any, sender: Sender, charged: list[str]
+) -> None:
+    """After a failover a former run writes the intent that was lost."""
+
+    def pay(key: Any) -> None:
+        DownstreamCall.objects.create(key_id=key.pk, name="payment", token=uuid4())
+        charge(key, "payment", charged)
+        finish(key)
+
+    serve(view=over_key(pay))
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert (stuck_code(), charged) == ("call_in_doubt", [])
 
 
 @pytest.mark.parametrize("by", ["its client", "the completer"])

@@ -521,7 +521,7 @@ def test_a_statement_is_refused_where_django_refuses_its_own(transactional_db: N
 
 
 def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(
-    transactional_db: None,
+    transactional_db: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libpq created the error itself, for example after invalid bytes: the error has no
     SQLSTATE."""
@@ -529,6 +529,10 @@ def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(
     own = connection.connection
     result = own.pgconn.make_empty_result(ExecStatus.FATAL_ERROR)
     assert isinstance(round_trips._error(own, result, None, None, {}), psycopg.OperationalError)
+    monkeypatch.setattr(own, "wait", lambda generator: [result])
+    with pytest.raises(OperationalError):
+        round_trips.send(connection, ["SELECT 1"])
+    connection.close()
 
 
 def test_the_reason_for_which_the_server_closes_the_connection_is_told(
