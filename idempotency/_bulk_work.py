@@ -134,27 +134,25 @@ def work_off(
 
 
 def _process(pk: uuid.UUID, alias: str) -> bool:
-    """Process a chunk; return whether rows were processed. If the database refuses a row, the other
-    rows are processed without it. If the chunk fails all the same, stop the work."""
-    for careful in (False, True):
-        try:
-            return _chunk(pk, alias, careful=careful)
-        except FAILURES as error:
-            lost, limit = connection_lost(error, alias), exceeded_time_limit(error)
-            # With this limit each chunk could fail, and the completer would run no key.
-            if (lost and limit != "transaction_timeout") or isinstance(error, NotReplicated):
-                raise
-            text = storable(error_text(error))
-            logger.warning("a chunk of the bulk work %s failed: %s", pk, text)
-    _stop(pk, alias, text)
-    return False
+    """Process a chunk; return whether rows were processed. If the chunk fails, stop the work."""
+    try:
+        return _chunk(pk, alias)
+    except FAILURES as error:
+        lost, limit = connection_lost(error, alias), exceeded_time_limit(error)
+        # With this limit each chunk could fail, and the completer would run no key.
+        if (lost and limit != "transaction_timeout") or isinstance(error, NotReplicated):
+            raise
+        text = storable(error_text(error))
+        logger.warning("a chunk of the bulk work %s failed: %s", pk, text)
+        _stop(pk, alias, text)
+        return False
 
 
 def _stop(pk: uuid.UUID, alias: str, error: str) -> None:
     BulkWork.objects.using(alias).filter(OPEN, pk=pk).update(stopped_at=Now(), error=error)
 
 
-def _chunk(pk: uuid.UUID, alias: str, *, careful: bool) -> bool:
+def _chunk(pk: uuid.UUID, alias: str) -> bool:
     answers = _prepared(pk, alias)
     with durable_transaction("read committed", using=alias):
         work = _locked(pk, alias)
@@ -163,7 +161,7 @@ def _chunk(pk: uuid.UUID, alias: str, *, careful: bool) -> bool:
         rows = list(BulkRow.objects.using(alias).filter(work=pk).order_by("pk")[:CHUNK_ROWS])
         if answers is not None:  # Another process may have done these rows.
             rows = [row for row in rows if row.row in answers]
-        decided = _decide(work, rows, answers or {}, alias, careful=careful)
+        decided = _decide(work, rows, answers or {}, alias)
         changed = [target for _, target, reason in decided if not reason]
         _log(work, changed)
         visited = [row.pk for row, _, _ in decided]
@@ -182,28 +180,18 @@ def _chunk(pk: uuid.UUID, alias: str, *, careful: bool) -> bool:
 
 
 def _decide(
-    work: BulkWork,
-    rows: list[BulkRow],
-    answers: dict[str, StoredResponse | str],
-    alias: str,
-    *,
-    careful: bool,
+    work: BulkWork, rows: list[BulkRow], answers: dict[str, StoredResponse | str], alias: str
 ) -> list[tuple[BulkRow, Any, str]]:
-    """Change the keys or jobs of these rows. Return each row that was processed, its key or job,
-    and the reason why that was not changed. Rows whose key another transaction has locked are left
-    for a later chunk."""
+    """Change the keys or jobs of these rows for CHUNK_SECONDS. Return each row that was processed,
+    its key or job, and the reason why that was not changed. Rows whose key another transaction has
+    locked are left for a later chunk."""
     targets, decided = _targets(work, rows, alias), []
-    together = None if careful else _changed_together(work, rows, targets, alias)
-    act, until = _act_carefully if careful else _act, time.monotonic() + CHUNK_SECONDS
+    until = time.monotonic() + CHUNK_SECONDS
     for row in rows:
         if (target := targets.get(row.row)) is None:
             continue
-        if together is None:
-            reason = act(work, row, answers.get(row.row, ""), alias)
-        else:
-            reason = "" if row.row in together else _why_not(row, alias)
-        decided.append((row, target, reason))
-        if together is None and time.monotonic() > until:
+        decided.append((row, target, _act(work, row, answers.get(row.row, ""), alias)))
+        if time.monotonic() > until:
             break
     return decided
 
@@ -240,22 +228,12 @@ def _prepared(pk: uuid.UUID, alias: str) -> dict[str, StoredResponse | str] | No
     return prepare(work.answer, rows, alias, CHUNK_SECONDS, CHANGED, partial(_stop, pk, alias))
 
 
-def _changed_together(
-    work: BulkWork, rows: list[BulkRow], targets: dict[str, Any], alias: str
-) -> set[str] | None:
-    """Change the keys in one statement; return the changed ids. None: that is not possible."""
-    if work.action not in decisions.CHANGES or connections[alias].vendor != "postgresql":
-        return None
-    seen = [(int(row.row), row.seen, row.at) for row in rows if targets.get(row.row)]
-    signed = decisions.Decision(0, None, None, work.by, work.note, alias).signed
-    changed = decisions.change_many(work.action, seen, signed, using=alias) if seen else set()
-    return set(map(str, changed))
-
-
-def _act_carefully(work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str) -> str:
+def _act(work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str) -> str:
+    """Change a row if it is as it was at the confirmation. Return "", or why it was not changed. If
+    the database refuses the row, the other rows are changed without it."""
     try:
         with checked_atomic(alias):
-            return _act(work, row, answer, alias)
+            changed, reason = _change(work, row, answer, alias)
     except FAILURES as error:
         if connection_lost(error, alias):
             raise
@@ -263,24 +241,23 @@ def _act_carefully(work: BulkWork, row: BulkRow, answer: StoredResponse | str, a
         said = partial(logger.warning, text, work.pk, row.row, error_text(error))
         events.log_committed(said, using=alias)
         return FAILED
+    return "" if changed else reason or _why_not(row, alias)
 
 
-def _act(work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str) -> str:
-    """Change a row if it is as it was at the confirmation. Return "", or why it was not changed."""
+def _change(
+    work: BulkWork, row: BulkRow, answer: StoredResponse | str, alias: str
+) -> tuple[bool, str]:
+    """Change a row; return whether it was changed, and the reason if it is not that of its key."""
     if work.action in _OF_JOBS:
         failed = StagedJob.objects.using(alias).filter(pk=row.row, failed_at__lte=work.created_at)
-        if failed.exists() and _OF_JOBS[work.action]([uuid.UUID(row.row)], using=alias):
-            return ""
-        return JOB_CHANGED
+        act = _OF_JOBS[work.action]
+        return failed.exists() and bool(act([uuid.UUID(row.row)], using=alias)), JOB_CHANGED
     if isinstance(answer, str) and answer:
-        return answer
+        return False, answer
     decision = decisions.Decision(int(row.row), row.seen, row.at, work.by, work.note, alias)
     if isinstance(answer, StoredResponse):
-        if decisions.answer(decision, answer, calls=row.calls):
-            return ""
-    elif decisions.decide(work.action, decision):
-        return ""
-    return _why_not(row, alias)
+        return decisions.answer(decision, answer, calls=row.calls), ""
+    return decisions.decide(work.action, decision), ""
 
 
 def _why_not(row: BulkRow, alias: str) -> str:

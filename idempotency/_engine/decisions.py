@@ -10,13 +10,11 @@ decision.
 # ruff: noqa: S608 - only names and conditions are formatted into statements
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from logging import WARNING
 from typing import Any
-
-from django.db import connections
 
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.events import announce_stuck, log, log_committed
@@ -109,7 +107,7 @@ def mark_hung(key: ClaimedKey, location: str, *, delay_seconds: float, using: st
 
 def decide(name: str, decision: Decision) -> bool:
     """Change a key by the name of the decision; return whether it was changed."""
-    return _change(decision, **CHANGES[name](decision.signed, decision.using))
+    return _change(decision, **_CHANGES[name](decision.signed, decision.using))
 
 
 def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -> bool:
@@ -168,42 +166,13 @@ def _unacknowledge(signed: str, using: str) -> dict[str, Any]:
     }
 
 
-#: The changes that are the same for each key, by the name of the decision.
-CHANGES: dict[str, Callable[[str, str], dict[str, Any]]] = {
+#: The changes by the name of the decision.
+_CHANGES: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "release_lock": _release_lock,
     "hand_back": _hand_back,
     "acknowledge": _acknowledge,
     "unacknowledge": _unacknowledge,
 }
-
-
-def change_many(
-    name: str, seen: Sequence[tuple[int, uuid.UUID | None, str]], signed: str, *, using: str
-) -> set[int]:
-    """Decide about many keys in one statement of PostgreSQL, each as the operator saw it: its id,
-    claim token and recovery point. Return the ids of the changed keys."""
-    change = CHANGES[name](signed, using)
-    moves = "claim_token = %(token)s, " if change.get("moves", True) else ""
-    statement = one_line(f"""
-        UPDATE {TABLE} AS k
-        SET {moves}{change["changes"]}, history = {statements_for(using).history}
-        FROM unnest(%(ids)s::bigint[], %(seen)s::uuid[], %(points)s::text[]) AS s (id, seen, at)
-        WHERE k.id = s.id AND k.claim_token IS NOT DISTINCT FROM s.seen
-        AND k.recovery_point = s.at AND k.finished_at IS NULL AND {change["condition"]}
-        RETURNING k.id, k.scope, k.idempotency_key
-    """)
-    ids, tokens, points = zip(*seen, strict=True)
-    detail = summary(change["detail"], _MAX_DETAIL_LENGTH)
-    parameters: dict[str, Any] = {"ids": list(ids), "seen": list(tokens), "points": list(points)}
-    parameters |= {"token": uuid.uuid4(), "event": change["event"], "detail": detail}
-    with connections[using].cursor() as cursor:
-        cursor.execute(statement, parameters)
-        changed = cursor.fetchall()
-    for _, scope, value in changed:
-        key = IdempotencyKey(scope=scope, idempotency_key=value)
-        write = partial(log, WARNING, "key %s: %s %s", key, change["event"], detail)
-        log_committed(write, using=using)
-    return {row[0] for row in changed}
 
 
 def calls_of(pk: int, *, using: str) -> str:

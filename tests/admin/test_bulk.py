@@ -273,7 +273,6 @@ def test_a_key_that_a_run_claims_between_reading_and_writing_is_left_alone(
         IdempotencyKey.objects.update(claim_token=uuid4(), locked_until=lock_end())
         return decide(name, decision)
 
-    monkeypatch.setattr(_bulk_work, "_changed_together", lambda *args: None)
     monkeypatch.setattr(decisions, "decide", late)
     text, _ = work_to_the_end(client, ACKNOWLEDGE, sent)
     assert text.startswith("0 ")
@@ -365,7 +364,6 @@ def test_two_people_at_the_same_time_change_each_key_once() -> None:
 
 
 def test_a_chunk_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_bulk_work, "_changed_together", lambda *args: None)
     monkeypatch.setattr(_bulk_work, "CHUNK_SECONDS", -1)
     client = person()
     stuck_keys(2)

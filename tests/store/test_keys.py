@@ -216,19 +216,6 @@ def test_giving_up_spares_a_key_that_somebody_holds() -> None:
     assert IdempotencyKey.objects.get().stuck_code == "code"
 
 
-@pytest.mark.postgres
-def test_many_keys_are_changed_in_one_statement_as_the_operator_saw_them() -> None:
-    stuck = {"stuck_at": Now(), "stuck_code": "hung", "stuck_reason": "Look."}
-    keys = [IdempotencyKeyFactory(**stuck) for _ in range(3)]
-    seen_keys = [(key.pk, key.claim_token, key.recovery_point) for key in keys]
-    seen_keys[2] = (keys[2].pk, keys[2].claim_token, "another")
-    with statements() as seen:
-        changed = decisions.change_many("hand_back", seen_keys, "by jane", using="default")
-    assert changed == {keys[0].pk, keys[1].pk}
-    assert len(seen) == 1
-    assert set(IdempotencyKey.objects.filter(stuck_at=None).values_list("pk", flat=True)) == changed
-
-
 @pytest.mark.parametrize(
     "broken",
     [
