@@ -17,7 +17,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency._engine.errors import drop_connection, has_ended
-from idempotency._engine.outer_transactions import has_begun
+from idempotency._engine.outer_transactions import has_begun, is_closed
 from idempotency.models import StagedJob
 
 Result = TypeVar("Result")
@@ -103,7 +103,7 @@ def drop_broken_connections() -> list[str]:
         autocommit = connection.get_autocommit()
         changed = autocommit != connection.settings_dict["AUTOCOMMIT"]
         if changed or (autocommit and has_begun(connection)):
-            if has_begun(connection) or (not autocommit and _is_closed(connection)):
+            if has_begun(connection) or (not autocommit and is_closed(connection)):
                 rolled_back.append(connection.alias)
             drop_connection(connection)
         elif autocommit and connection.vendor == "postgresql" and not has_ended(connection):
@@ -141,10 +141,6 @@ def callbacks() -> int:
     entries = (each.run_on_commit for each in connections.all(initialized_only=True))
     modules = [getattr(entry[1], "__module__", "") for entry in chain.from_iterable(entries)]
     return sum(not str(module).startswith("idempotency.") for module in modules)
-
-
-def _is_closed(connection: BaseDatabaseWrapper) -> bool:
-    return bool(getattr(connection.connection, "closed", False))
 
 
 def _open_connections() -> list[BaseDatabaseWrapper]:

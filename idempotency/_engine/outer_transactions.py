@@ -86,10 +86,11 @@ def roll_back_unknown(using: str) -> bool:
     connection = connections[using]
     if connection.connection is None or connection.in_atomic_block:
         return False
-    is_busy = not connection.autocommit and is_active(connection)
-    if (begun := is_busy or has_begun(connection)) or not connection.autocommit:
+    # With its session, a transaction without autocommit was lost.
+    is_over = not connection.autocommit and (is_active(connection) or is_closed(connection))
+    if (begun := is_over or has_begun(connection)) or not connection.autocommit:
         try:
-            if is_busy:  # rollback() would wait without end.
+            if is_over:  # rollback() could wait without end.
                 connection.close()
             connection.rollback()
             connection.set_autocommit(True)
@@ -111,6 +112,10 @@ def has_begun(connection: BaseDatabaseWrapper) -> bool:
     with suppress(Exception):  # It is closed.
         return connection.vendor == "sqlite" and bool(own.in_transaction)
     return False
+
+
+def is_closed(connection: BaseDatabaseWrapper) -> bool:
+    return bool(getattr(connection.connection, "closed", False))
 
 
 def is_active(connection: BaseDatabaseWrapper) -> bool:

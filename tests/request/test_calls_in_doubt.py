@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import OperationalError, connection, connections, transaction
+from django.db import DataError, OperationalError, connection, connections, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
@@ -71,6 +71,26 @@ def charge(key: Any, name: str, charged: list[str], end: BaseException | None = 
 def stuck_code() -> str:
     """Return the stuck code of the only key."""
     return IdempotencyKey.objects.get().stuck_code
+
+
+def test_no_call_is_made_whose_begin_has_failed(serve: Any, sender: Sender) -> None:
+    made: list[int] = []
+    failures: list[Exception] = [DataError("refused")]
+
+    def fail_once(execute: Any, sql: str, *arguments: Any) -> Any:
+        if "call_begun_at = " in sql and failures:
+            raise failures.pop()
+        return execute(sql, *arguments)
+
+    def pay(key: Any) -> None:
+        with key.call("payment"):
+            made.append(1)
+        finish(key)
+
+    serve(view=over_key(pay))
+    with connection.execute_wrapper(fail_once):
+        assert [sender.send().status_code for _ in range(2)] == [500, 200]
+    assert (failures, made) == ([], [1])
 
 
 def test_an_intent_that_appears_during_the_run_is_in_doubt_too(

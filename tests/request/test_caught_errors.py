@@ -21,6 +21,7 @@ from idempotency.phases import atomic_phase
 from tests import operations
 from tests.factories import UserFactory
 from tests.kit.breaking import BREAKS, breaks_behind
+from tests.kit.outages import cut_this_connection
 from tests.kit.views import both_kinds, over_key, plain
 from tests.models import Entry
 
@@ -364,6 +365,29 @@ def test_a_call_whose_block_leaves_a_transaction_open_is_in_doubt(begin, error, 
     key = IdempotencyKey.objects.get()
     assert key.stuck_code == "call_in_doubt"
     assert ("left it open" in key.stuck_reason) == (error is None)
+
+
+@pytest.mark.postgres
+def test_a_call_whose_transaction_was_lost_with_its_session_is_in_doubt(serve, sender):
+    made = []
+
+    def work(key):
+        with key.call("pay", at_most_once=True) as call:
+            if call.due:
+                made.append(1)
+                write_without_autocommit()
+                call.record("paid")
+                cut_this_connection()
+                with suppress(DatabaseError):
+                    Entry.objects.exists()
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+
+    serve(view=over_key(work))
+    assert sender.send().status_code >= 400
+    assert [sender.send().status_code for _ in range(2)] == [409, 409]
+    assert (made, Entry.objects.count()) == ([1], 0)
+    assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
 
 
 @pytest.mark.parametrize("error", [None, OSError])
