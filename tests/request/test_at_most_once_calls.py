@@ -728,6 +728,23 @@ def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Send
     assert not DownstreamCall.objects.exists()
 
 
+def test_no_result_is_read_by_a_run_that_has_lost_its_key(serve: Any, sender: Sender) -> None:
+    trouble, made = once(fail), []
+
+    def work(key: Any) -> None:
+        if key.attempts > 1:
+            IdempotencyKey.objects.update(claim_token="8e03978e-40d5-43e8-bc93-6894a57f9324")
+        with key.call("sms", at_most_once=True) as call:
+            made.append(call.due)
+            if call.due:
+                call.record("sent")
+        trouble()
+
+    serve(view=over_key(work))
+    assert [sender.send().status_code for _ in range(2)] == [500, 409]
+    assert made == [True]
+
+
 def test_an_at_most_once_call_cannot_stand_in_a_phase(serve: Any, sender: Sender) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -767,6 +784,8 @@ def test_a_call_of_one_name_is_not_made_in_both_ways(
         if retried:
             trouble()
         second(key)
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse())
 
     serve(view=over_key(work))
     answers = [sender.send().status_code for _ in range(2)]
@@ -776,6 +795,7 @@ def test_a_call_of_one_name_is_not_made_in_both_ways(
         assert len(service.sent) == 2
     else:
         assert (answers, len(service.sent)) == ([500, 500], 1 if at_most_once or retried else 2)
+        assert "Use another name" in IdempotencyKey.objects.get().last_error
 
 
 def test_an_answered_key_expires_although_a_late_call_ends_without_a_result(

@@ -159,6 +159,7 @@ def test_a_call_replaces_a_session_that_timed_out_during_another_call(
 ) -> None:
     serve(view=_two_calls(time_out_this_session))
     assert sender.send().status_code == 201
+    assert "second" in str(IdempotencyKey.objects.get().history)
 
 
 def _two_calls(call: Callable[[], None]) -> View:

@@ -176,6 +176,12 @@ def _lose_before_a_health_check(key: Any) -> None:
     connection.health_check_enabled, connection.health_check_done = True, False
 
 
+def _lose_and_call(key: Any) -> None:
+    _lose_before_a_health_check(key)
+    with key.call("pay"):
+        pass
+
+
 def _lose_behind_a_health_check(key: Any) -> None:
     with key.call("pay"):
         _lose_before_a_health_check(key)
@@ -187,6 +193,7 @@ def _lose_behind_a_health_check(key: Any) -> None:
     [
         _lose_behind_a_health_check,
         _lose_before_a_health_check,
+        _lose_and_call,
         _lose_in_phase,
         _lose_in_phase_and_query,
         _lose_in_transaction,
@@ -204,6 +211,24 @@ def test_no_phase_runs_in_a_new_session(
     assert sender.send().status_code == 503
     assert sender.send().status_code == 201
     assert tenants == ["a"]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_no_phase_runs_after_the_loss_of_a_session_that_was_opened_before_a_call(
+    serve: Serve, sender: Sender
+) -> None:
+    losses = [_lose_shard_in_transaction]
+
+    def before(key: Any) -> None:
+        connections["shard_b"].close()
+        _tenant("shard_b")
+        with key.call("pay"):
+            if losses:
+                losses.pop()()
+
+    serve(view=_noting(tenants := [], before=before, alias="shard_b"))
+    assert _answers(sender, 2) == [503, 201]
+    assert len(tenants) == 1
 
 
 def test_no_phase_runs_in_a_new_session_after_a_receiver_has_lost_its_own(
