@@ -179,7 +179,7 @@ def _lose_before_a_health_check(key: Any) -> None:
 def _lose_and_call(key: Any) -> None:
     _lose_before_a_health_check(key)
     with key.call("pay"):
-        pass
+        raise AssertionError
 
 
 def _lose_behind_a_health_check(key: Any) -> None:
