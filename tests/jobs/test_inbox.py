@@ -1,13 +1,21 @@
 """The inbox: a message that is delivered twice takes effect once."""
 
 import signal
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
-from django.db import DatabaseError, Error, IntegrityError, connection, transaction
+from django.db import (
+    DatabaseError,
+    Error,
+    IntegrityError,
+    OperationalError,
+    connection,
+    transaction,
+)
 from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
 from psycopg import IsolationLevel
@@ -406,3 +414,15 @@ def test_a_delivery_that_stands_still_does_not_hold_its_message_for_ever() -> No
         process.send_signal(signal.SIGSTOP)
         with process_once("queue", "1") as first:
             assert first
+
+
+@pytest.mark.parametrize(
+    ("code", "is_held"), [(5, True), (6, True), (5 | 1 << 8, True), (4, False), (None, False)]
+)
+def test_a_writer_of_sqlite_holds_the_message(code, is_held):
+    """The second byte of the code says why: here, another process recovers the journal."""
+    error, cause = OperationalError(), sqlite3.OperationalError()
+    error.__cause__ = cause
+    if code is not None:
+        cause.sqlite_errorcode = code
+    assert inbox._is_held_by_another(error) is is_held
