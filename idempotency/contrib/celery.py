@@ -36,8 +36,7 @@ _OUTAGES_HEADER, _TRACE_HEADER = "idempotency_outages", "idempotency_trace"
 _HEADERS = (SHARD_HEADER, _OUTAGES_HEADER, _TRACE_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
-#: The longest wait before a try, in seconds. A waiting message is not acknowledged, which RabbitMQ
-#: permits for 30 minutes (``consumer_timeout``).
+#: The longest wait in seconds: RabbitMQ permits no worker to hold a message for 30 minutes.
 _MAX_WAIT = 900
 
 
@@ -259,15 +258,13 @@ class CeleryBackend(OneByOne):
                 raise self._broker.too_large(producer, error) from error
             raise unavailable(producer.connection, error) from error
         except LostConnection:
-            # The message of this job may be the cause, unless the broker also refuses a new
-            # connection.
+            # The message of this job may be the cause, unless the broker refuses a new connection.
             self._broker.disconnect()
             self._broker.producer(self.app)
             raise
 
     def _refuse_name(self, name: str) -> None:
-        """Raise JobNotAllowed for an unknown task, or TypeError for a task that could be lost or
-        take effect twice."""
+        """Raise JobNotAllowed or TypeError, as ``hand_over_one`` does."""
         if name not in self.app.tasks:
             self._register(name.rpartition(".")[0], name)
         task = self.app.tasks.get(name)
@@ -283,8 +280,7 @@ class CeleryBackend(OneByOne):
             )
 
     def _register(self, module: str, name: str) -> None:
-        """Import the modules that a worker imports, and the task's module if JOB_MODULES permits
-        it."""
+        """Import the modules of a worker, and that of the task if JOB_MODULES permits it."""
         try:
             # The workers report them. Another module may have this task.
             with suppress(ImportError, SystemExit):

@@ -21,7 +21,7 @@ from rest_framework.views import APIView
 
 from idempotency._outcomes import BACKOFF_SECONDS
 from idempotency.backends import MAX_ATTEMPTS
-from idempotency.contrib.celery import OnceTask
+from idempotency.contrib.celery import _MAX_WAIT, OnceTask
 from idempotency.contrib.rq import RQBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
@@ -93,7 +93,7 @@ def test_how_long_jobs_are_tried_is_what_the_page_says() -> None:
         (
             "Celery",
             OnceTask.max_retries,
-            hours(*(min(2**tries, 3600) for tries in range(OnceTask.max_retries))),
+            hours(*(min(2**tries, _MAX_WAIT) for tries in range(OnceTask.max_retries))),
         ),
         (
             "Django Tasks",
