@@ -30,6 +30,7 @@ from idempotency.models import ProcessedMessage
 from rides_demo.models import AuditRecord
 from tests.factories import AuditRecordFactory, UserFactory
 from tests.kit import commands
+from tests.kit.breaking import BREAKS, breaks_behind
 from tests.kit.database import waits_for_a_lock
 from tests.kit.threads import Gate, elsewhere, in_background
 from tests.kit.waiting import eventually
@@ -426,3 +427,18 @@ def test_a_writer_of_sqlite_holds_the_message(code, is_held):
     if code is not None:
         cause.sqlite_errorcode = code
     assert inbox._is_held_by_another(error) is is_held
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("break_transaction", BREAKS)
+def test_a_wrapper_that_breaks_the_transaction_behind_its_last_statement_is_told(
+    break_transaction, transactional_db
+):
+    user = UserFactory()
+    with (
+        breaks_behind("SELECT current_setting('idempotency.transaction'", break_transaction),
+        pytest.raises(TransactionManagementError),
+    ):
+        deliver(user)
+    assert not AuditRecord.objects.exists()
+    assert deliver(user)
