@@ -5,12 +5,10 @@ A loop sends no signals of requests. Without these checks, one lost connection w
 runs of its thread.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import Context
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from django.db import Error, connections
@@ -19,29 +17,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from idempotency._engine.errors import drop_connection, has_ended
 from idempotency._engine.outer_transactions import has_begun, is_closed
 from idempotency.models import StagedJob
-
-Result = TypeVar("Result")
-
-
-def outside_of_request(function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function as in a loop, although a request is under way, and return its result. The
-    function has the connections of this thread, but not the context variables and thread-locals of
-    the request, such as the tenant that a middleware has set for an operator."""
-    shared = connections.all()
-
-    def call() -> Result:
-        for connection in shared:
-            connections[connection.alias] = connection
-        return function(*args)
-
-    for connection in shared:
-        connection.inc_thread_sharing()
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(Context().run, call).result()
-    finally:
-        for connection in shared:
-            connection.dec_thread_sharing()
 
 
 class TransactionBroken(Exception):

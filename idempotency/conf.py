@@ -122,8 +122,8 @@ class Settings:
     #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a
     #: middleware would set, or returns a context manager that stays open for the run. It must not
     #: leave a transaction open on the database of the key. It is called before the view in the
-    #: completer, and before ``on_abandon`` in the reaper. In a project with several databases it
-    #: also chooses the shard of an operation; then the request is None.
+    #: completer, before ``on_abandon`` in the reaper, and before ``ANSWER_FOR_KEY``. In a project
+    #: with several databases it also chooses the shard of an operation; then the request is None.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
     #: A callable or its dotted path, called with an unfinished key. It finds the answer in the rows
     #: of the project, and returns an ``HttpResponse``, or for an operation its result or

@@ -18,6 +18,7 @@ Common arguments:
 import uuid
 from collections.abc import Collection
 from contextlib import suppress
+from contextvars import Context
 from typing import Any
 
 from django.db import IntegrityError, router, transaction
@@ -25,7 +26,6 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from idempotency import signals
-from idempotency._boundary import outside_of_request
 from idempotency._engine import decisions, events, replication, rows
 from idempotency._engine.adapter import HTTP, adapter_of
 from idempotency._engine.decisions import Decision
@@ -91,8 +91,9 @@ def complete_now(
 
     Return "handed back" if another run claimed the key first. Return None, without any change, if
     the key could not be handed back. If this process dies, the completer runs the key. The call
-    lasts as long as the view. The view runs in a thread of its own, as in the completer: it does
-    not see what a middleware has set for the operator.
+    lasts as long as the view. The view does not see the context variables of the operator's
+    request, such as a tenant that a middleware has set. It sees thread-locals, and the session of
+    the database.
     Raises RuntimeError in a transaction.
     """
     require_no_transaction(_alias(using))
@@ -100,7 +101,8 @@ def complete_now(
     del seen  # A token is no local variable while the view runs; see idempotency._hidden.
     if not handed_back:
         return None
-    outcome = outside_of_request(complete_by_id, pk, 0, _alias(using), by)
+    # The completer has no context of a request either.
+    outcome = Context().run(complete_by_id, pk, 0, _alias(using), by)
     return outcome or "handed back"
 
 

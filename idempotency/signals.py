@@ -6,11 +6,11 @@ in ``key_conflict`` while the row of plain work is not committed, in ``request_a
 was claimed, and in ``key_stuck`` and ``key_finished`` if the row was deleted meanwhile.
 
 The signal ``key_conflict`` also has the ``code`` of the error. Each signal is sent after COMMIT
-with ``send_robust``: Django logs an exception of a receiver, and it has no other effect. If the
-caller has opened a transaction, in any database, the signal is sent after the COMMIT of the caller,
-and is not sent after a rollback. The signal ``request_answered`` is sent at the end of each
-protected request of a client, and of each call of an operation, with its ``outcome``, a
-``RequestOutcome``, and the ``seconds`` that it took.
+with ``send_robust``: Django logs an exception of a receiver, and it has no other effect. Inside
+``atomic()`` of the caller, in any database, the signal waits for the COMMIT of the caller, and is
+not sent after a rollback. The signal ``request_answered`` is sent at the end of each protected
+request of a client, and of each call of an operation, with its ``outcome``, a ``RequestOutcome``,
+and the ``seconds`` that it took.
 """
 
 from enum import StrEnum

@@ -4,6 +4,7 @@ import logging
 from asyncio import CancelledError
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from logging import WARNING
 from typing import Any
 
@@ -20,10 +21,15 @@ from idempotency.models import IdempotencyKey
 logger = logging.getLogger("idempotency")
 
 
-class OwnUid(str):
-    """The ``dispatch_uid`` of a receiver of this app, which sends nothing in a transaction."""
-
-    __slots__ = ()
+#: The signals for the counters of this app. A counter breaks no transaction, and also counts what
+#: is rolled back, such as a conflict.
+COUNTED: dict[Signal, Signal] = {
+    each: Signal()
+    for each in (
+        *(signals.key_claimed, signals.key_replayed, signals.key_conflict, signals.key_finished),
+        *(signals.key_stuck, signals.phase_committed, signals.request_answered),
+    )
+}
 
 
 def about(key: IdempotencyKey) -> dict[str, Any]:
@@ -64,18 +70,16 @@ def log_committed(write: Callable[[], None], *, using: str) -> None:
 
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
-    """Send a signal after COMMIT: now, or after the COMMIT of the transactions that the caller has
-    opened in any database. In such a transaction an error of a receiver, which ``send_robust``
-    hides, would roll the work of the caller back unnoticed."""
-    if signal.receivers:
-        _send(signal, key, request, more, key)
+    """Send a signal after COMMIT: now, or after the COMMIT of the caller's ``atomic()`` in any
+    database. In such a block an error of a receiver, which ``send_robust`` hides, would roll the
+    work of the caller back unnoticed."""
+    _emit(signal, key, request, more, key)
 
 
 def emit_uncommitted(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
-    """As ``emit()``, where the key had no work. The receivers of this app get the signal now: they
-    also count what is rolled back, such as a conflict."""
-    if signal.receivers:
-        _send(signal, key, request, more, None)
+    """As ``emit()``, where the key had no work whose COMMIT the counters of this app would wait
+    for."""
+    _emit(signal, key, request, more, None)
 
 
 def emit_answered(
@@ -88,35 +92,47 @@ def emit_answered(
     send(signals.request_answered, key, request, outcome=outcome, seconds=seconds)
 
 
-def _send(
+def _emit(
     signal: Signal,
     key: IdempotencyKey | None,
     request: Any,
     more: dict[str, Any],
     work: IdempotencyKey | None,
 ) -> None:
-    if (outer := _outer_transaction(signal, work)) is not None:
+    counted = COUNTED[signal]
+    if not (counted.receivers or signal.receivers):
+        return
+    outer = connections[str(work._state.db)] if work is not None else None
+    if outer is not None and not is_in_outer_transaction(outer):
+        outer = None
+    for each in (counted, signal):
+        if each.receivers:
+            _send(each, key, request, more, outer)
+
+
+def _send(
+    signal: Signal,
+    key: IdempotencyKey | None,
+    request: Any,
+    more: dict[str, Any],
+    outer: BaseDatabaseWrapper | None = None,
+) -> None:
+    """Send a signal after the COMMIT of ``outer``. The receivers of a project wait for the
+    transactions in other databases too."""
+    if outer is None and signal in COUNTED:
+        open_now = filter(is_in_outer_transaction, connections.all(initialized_only=True))
+        outer = next(open_now, None)
+    if outer is not None:
+        then = copy(key)  # A later phase changes the key.
         # A function of this app: _boundary.callbacks() does not count it. It does not call emit(),
         # which a tracer replaces: another run may be the current one at COMMIT.
-        outer.on_commit(lambda: _send(signal, key, request, more, work))
+        outer.on_commit(lambda: _send(signal, then, request, more))
         return
     try:
         signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
     except (Exception, CancelledError) as error:  # that of a receiver that is a coroutine
         with suppress(Exception):  # The handler of a log must not change what is committed.
             logger.error("a receiver of a signal failed: %s", error_text(error))
-
-
-def _outer_transaction(signal: Signal, work: IdempotencyKey | None) -> BaseDatabaseWrapper | None:
-    """Return a connection for whose COMMIT a signal waits. Receivers of this app break no
-    transaction, so they wait only for that of the work."""
-    for (uid, _), *_ in signal.receivers:
-        if not isinstance(uid, OwnUid):
-            every = connections.all(initialized_only=True)
-            return next(filter(is_in_outer_transaction, every), None)
-    if work is None or not is_in_outer_transaction(own := connections[str(work._state.db)]):
-        return None
-    return own
 
 
 def announce_stuck(pk: int, request: Any, *, using: str) -> None:

@@ -1,5 +1,6 @@
 """The action that answers many keys: its forms, and the preview of the answers."""
 
+from contextvars import Context
 from typing import Any, NamedTuple
 
 from django.db.models import Exists, OuterRef, Q
@@ -7,7 +8,6 @@ from django.utils.translation import gettext, ngettext_lazy
 from django.utils.translation import gettext_lazy as _
 
 from idempotency import conf
-from idempotency._boundary import outside_of_request
 from idempotency._bulk_answers import PROJECT, NoAnswer, stored_answer
 from idempotency._engine.fence import StoredResponse
 from idempotency._operations.definition import METHOD, work_line
@@ -104,7 +104,7 @@ class Answer(KeyAction):
 def _sample(key: IdempotencyKey, answer: dict[str, Any]) -> Sample:
     line = encodable(work_line(key.request_method, key.request_path))
     try:
-        stored = outside_of_request(stored_answer, key, answer)
+        stored = Context().run(stored_answer, key, answer)
     except NoAnswer as error:
         return Sample(key, line, "", gettext(str(error)))
     return Sample(key, line, encodable(_text(key.request_method, stored)), "")

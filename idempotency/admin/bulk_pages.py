@@ -7,6 +7,7 @@ that page; without JavaScript the person presses its button.
 
 import uuid
 from collections import Counter
+from contextvars import Context
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,7 +28,6 @@ from django.utils.functional import Promise
 from django.utils.translation import gettext
 
 from idempotency import _bulk_work
-from idempotency._boundary import outside_of_request
 from idempotency._engine.outer_transactions import in_outer_transaction
 from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency._text import Grouped
@@ -166,7 +166,7 @@ class BulkAdmin(ReadOnlyAdmin):
             stopped_at = Now() if step == "stop" else None
             works.filter(finished_at=None).update(stopped_at=stopped_at, error="")
         elif step == "continue" and not in_outer_transaction(alias):
-            advanced = outside_of_request(_bulk_work.work_off, alias, pk)
+            advanced = Context().run(_bulk_work.work_off, alias, pk)
         work = get_object_or_404(works)
         context = self._context(request, action) | {"work": work, "report": report(work, action)}
         if step == "continue" and work.finished_at:

@@ -22,7 +22,7 @@ from django.db.models import F, Sum
 from django.dispatch import receiver
 
 from idempotency import conf
-from idempotency._engine.events import OwnUid
+from idempotency._engine.events import COUNTED
 from idempotency._engine.limits import limit_waits
 from idempotency._text import error_text
 from idempotency.models import TrafficCount
@@ -50,7 +50,7 @@ _lock = Lock()
 _next_write = 0.0
 
 
-@receiver(request_answered, dispatch_uid=OwnUid("idempotency.traffic.count"))
+@receiver(COUNTED[request_answered], dispatch_uid="idempotency.traffic.count")
 def count_request(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> None:
     """Count a request or a call of an operation in memory."""
     if conf.get().COUNT_REQUESTS:
@@ -76,7 +76,7 @@ def write_after_request(**kwargs: Any) -> None:
         logger.info("the counts of requests could not be written: %s", error_text(error))
 
 
-@receiver(request_answered, dispatch_uid=OwnUid("idempotency.traffic.write_after"))
+@receiver(COUNTED[request_answered], dispatch_uid="idempotency.traffic.write_after")
 def write_after_operation(*, request: Any, **kwargs: Any) -> None:
     """Write the counts as after a request: a worker or a command that calls operations serves no
     request."""

@@ -78,8 +78,8 @@ class OnceTask(Task):  # type: ignore[misc]
 
     It runs in one transaction with its row in the inbox; the function may be ``async def``. If it
     raises, the transaction is rolled back, and the task is retried ``max_retries`` times, after
-    waits that double up to an hour. While the database is unavailable, or while another run of an
-    operation that it calls is in progress, the task is retried without limit. An error of a time
+    waits that double up to 15 minutes. While the database is unavailable, or while another run of
+    an operation that it calls is in progress, the task is retried without limit. An error of a time
     limit counts as a try. The method ``self.retry()`` works as in any task; ``autoretry_for`` works
     unless the task is async. If another delivery of the same task is running, the message returns
     to the broker. Tasks that this task calls directly are part of its run.

@@ -9,7 +9,7 @@ from typing import Any
 from django.db import Error, connections, router
 
 from idempotency import signals
-from idempotency._engine.events import OwnUid
+from idempotency._engine.events import COUNTED
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.monitoring import measures
 
@@ -32,7 +32,6 @@ class Counting:
         self, count: Callable[[str, str], object], observe: Callable[[str, float], object]
     ) -> None:
         self._count, self._observe = count, observe
-        self._uid = OwnUid(f"idempotency {id(self)}")
         #: The key that runs in this context, its recovery point, and the monotonic time when the
         #: run reached that point.
         self._standing: ContextVar[tuple[Any, str, float] | None] = ContextVar(
@@ -50,12 +49,12 @@ class Counting:
     def connect(self) -> None:
         """Start to count."""
         for signal, receiver in self._receivers.items():
-            signal.connect(receiver, weak=False, dispatch_uid=self._uid)
+            COUNTED[signal].connect(receiver, weak=False)
 
     def disconnect(self) -> None:
         """Stop to count."""
         for signal, receiver in self._receivers.items():
-            signal.disconnect(receiver, dispatch_uid=self._uid)
+            COUNTED[signal].disconnect(receiver)
 
     def _claimed(self, key: IdempotencyKey, **kwargs: Any) -> None:
         self._count("claimed", "")

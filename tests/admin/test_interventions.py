@@ -1,7 +1,6 @@
 """What a person does to a key takes effect once, only on what the person saw, and fences off
 whoever comes late."""
 
-import threading
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -188,36 +187,23 @@ def test_completing_a_key_that_another_run_took_once_it_was_handed_back_says_so(
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "handed back"
 
 
-@pytest.mark.parametrize("store", [ContextVar("tenant"), threading.local()], ids=type)
 def test_what_a_middleware_has_set_for_the_operator_is_not_there_for_the_view(
-    store: Any, serve: Any, sender: Sender
+    serve: Any, sender: Sender
 ) -> None:
     """The completer would refuse the request, since it does not know the tenant."""
-    set_, get = (store.set, store.get) if isinstance(store, ContextVar) else ends_of(store)
+    tenant = ContextVar[str]("tenant")
 
     def answer(request: HttpRequest) -> HttpResponseBase:
-        return HttpResponse(get())
+        return HttpResponse(tenant.get())
 
     shop = Shop()
     serve(view=two_phases(shop._write, answer, call=shop._call))
     sender.send()
     key = make_stuck()
     shop.broken = False
-    set_("that of the operator")
+    tenant.set("that of the operator")
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "failed"
     assert "LookupError" in the_key().last_error
-    set_("")
-
-
-def ends_of(store: threading.local) -> tuple[Any, Any]:
-    """Return functions that write and read a thread-local as a context variable."""
-
-    def get() -> str:
-        if "value" not in vars(store):
-            raise LookupError
-        return str(store.value)
-
-    return partial(setattr, store, "value"), get
 
 
 def test_completing_refuses_to_run_in_a_transaction(shop: Shop, sender: Sender) -> None:

@@ -14,6 +14,7 @@ from django.db.models.signals import post_delete, post_save
 from django.http import HttpResponse
 
 from idempotency import interventions, signals
+from idempotency._engine.events import COUNTED
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import DownstreamCall, IdempotencyKey
@@ -22,7 +23,7 @@ from tests import operations
 from tests.factories import UserFactory
 from tests.kit.breaking import BREAKS, breaks_behind
 from tests.kit.outages import cut_this_connection
-from tests.kit.views import both_kinds, over_key, plain
+from tests.kit.views import both_kinds, over_key, plain, two_phases
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -207,31 +208,80 @@ def test_what_receivers_do_changes_nothing_that_is_committed(serve, sender, capl
     assert caplog.text.count("a receiver of a signal failed: CancelledError") == 3
 
 
-@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
-@pytest.mark.parametrize("rolls_back", [False, True])
-def test_a_signal_waits_for_the_transactions_of_the_caller(rolls_back):
-    sent = []
+@pytest.fixture
+def sent():
+    """Yield the list of the signals that a project has received, each with the point of its key."""
+    got = []
 
-    def receive(signal, **kwargs):
+    def receive(signal, key, **kwargs):
         assert not any(each.in_atomic_block for each in connections.all())
-        sent.append(signal)
+        got.append((signal, getattr(key, "recovery_point", None)))
 
-    every = [signals.key_finished, signals.key_replayed, signals.request_answered]
+    every = (
+        *(signals.key_claimed, signals.phase_committed, signals.key_finished),
+        *(signals.key_replayed, signals.request_answered),
+    )
     for signal in every:
         signal.connect(receive)
-    try:
-        with suppress(OSError), transaction.atomic(), transaction.atomic("shard_b"):
+    yield got
+    for signal in every:
+        signal.disconnect(receive)
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+@pytest.mark.parametrize("outer", ["default", "shard_b"])
+@pytest.mark.parametrize("inner", ["default", "shard_b"])
+@pytest.mark.parametrize("rolls_back", ["outer", "inner", ""])
+def test_a_signal_waits_for_the_transactions_of_the_caller(rolls_back, inner, outer, sent):
+    """First for that of the work: the signal must not tell of work that was rolled back."""
+    with suppress(OSError), transaction.atomic(outer):
+        with suppress(OSError), transaction.atomic(inner):
             for _ in range(2):
                 operations.note.once("1", name="noted")
-            assert not sent
-            if rolls_back:
+            if rolls_back == "inner":
                 raise OSError
+        if rolls_back == "outer":
+            raise OSError
+        assert not sent
+    work, replay = [signals.key_claimed, signals.key_finished], [signals.key_replayed]
+    done = IdempotencyKey.objects.exists()
+    assert done == ({"outer": outer, "inner": inner}.get(rolls_back) != "default")
+    if not rolls_back:
+        answered = [signals.request_answered]
+        assert [signal for signal, _ in sent] == [*work, *answered, *replay, *answered]
+    elif not done:
+        assert not set(work) & {signal for signal, _ in sent}
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_signal_that_waited_has_the_key_as_it_was(serve, sender, sent):
+    protected = two_phases(lambda request: None, lambda request: HttpResponse(status=201))
+
+    def view(request):
+        with transaction.atomic("shard_b"):
+            return protected(request)
+
+    serve(view=view)
+    assert sender.send().status_code == 201
+    assert [point for signal, point in sent if signal is signals.phase_committed] == [
+        "between",
+        "finished",
+    ]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_receiver_of_the_project_changes_nothing_that_the_app_counts(sent):
+    outcomes = []
+    count = lambda outcome, **kwargs: outcomes.append(outcome)  # noqa: E731
+    COUNTED[signals.request_answered].connect(count)
+    try:
+        with transaction.atomic():
+            for _ in range(2):
+                operations.note.once("1", name="noted")
+            transaction.set_rollback(True)
     finally:
-        for signal in every:
-            signal.disconnect(receive)
-    answered = signals.request_answered
-    order = [signals.key_finished, answered, signals.key_replayed, answered]
-    assert sent == ([] if rolls_back else order)
+        COUNTED[signals.request_answered].disconnect(count)
+    assert (sent, outcomes) == ([], [signals.RequestOutcome.REPLAYED])
 
 
 def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatch):
