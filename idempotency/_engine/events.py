@@ -73,13 +73,15 @@ def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) 
     """Send a signal after COMMIT: now, or after the COMMIT of the caller's ``atomic()`` in any
     database. In such a block an error of a receiver, which ``send_robust`` hides, would roll the
     work of the caller back unnoticed."""
-    _emit(signal, key, request, more, key)
+    if signal.receivers or COUNTED[signal].receivers:
+        _emit(signal, key, request, more, key)
 
 
 def emit_uncommitted(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
     """As ``emit()``, where the key had no work whose COMMIT the counters of this app would wait
     for."""
-    _emit(signal, key, request, more, None)
+    if signal.receivers or COUNTED[signal].receivers:
+        _emit(signal, key, request, more, None)
 
 
 def emit_answered(
@@ -99,13 +101,10 @@ def _emit(
     more: dict[str, Any],
     work: IdempotencyKey | None,
 ) -> None:
-    counted = COUNTED[signal]
-    if not (counted.receivers or signal.receivers):
-        return
     outer = connections[str(work._state.db)] if work is not None else None
     if outer is not None and not is_in_outer_transaction(outer):
         outer = None
-    for each in (counted, signal):
+    for each in (COUNTED[signal], signal):
         if each.receivers:
             _send(each, key, request, more, outer)
 
