@@ -7,11 +7,12 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, OperationalError, connection
 from django.db.models.functions import Now
 
 from idempotency import _unwritten
 from idempotency._engine.limits import IDLE, LOCK
+from idempotency._outcomes import Log
 from idempotency.backends import MAX_ATTEMPTS, NotOffered, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.interventions import retry_jobs
@@ -20,6 +21,7 @@ from idempotency.monitoring.doctor import diagnose
 from tests.factories import StagedJobFactory
 from tests.kit.commands import start
 from tests.kit.database import database_setting
+from tests.kit.outages import cut_this_connection
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
@@ -406,3 +408,34 @@ def test_a_job_that_was_not_offered_is_never_taken_for_one_that_the_queue_has():
         due_now()
         enqueue_once()
     assert (sent, StagedJob.objects.count()) == (jobs, 0)
+
+
+def test_a_result_stays_as_it_is_when_the_connection_is_lost_as_it_is_written():
+    """The queue has the job. Its row can be deleted, so it is no refusal."""
+    stage(1)
+    _unwritten._left["default"] = [(StagedJob.objects.get(), None)]
+
+    def cut(execute, sql, *arguments):
+        if "FOR UPDATE" in sql:
+            cut_this_connection()
+        return execute(sql, *arguments)
+
+    with connection.execute_wrapper(cut), pytest.raises(OperationalError):
+        enqueue_once()
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert (sent, StagedJob.objects.count()) == ([], 0)
+
+
+def test_what_a_batch_has_to_log_is_logged_before_the_next(caplog):
+    stage(2, loses_connection=True)
+    logged = []
+    enqueue_once(batch_size=1, stop=lambda: logged.append("rolled back" in caplog.text))
+    assert logged[:2] == [False, True]
+
+
+def test_results_that_are_left_are_logged_as_they_are_written(caplog):
+    stage(1)
+    _unwritten._left["default"] = [(StagedJob.objects.get(), None)]
+    due_now()  # Another enqueuer has claimed the job.
+    _unwritten.write_left("default", Log())
+    assert "1 results of hand-overs are not written" in caplog.text

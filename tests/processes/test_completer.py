@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 from django.conf import settings as django_settings
 from django.db import OperationalError, connection, transaction
+from django.db.backends.signals import connection_created
 from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.utils import translation
@@ -817,7 +818,14 @@ def test_threads_stop_between_keys_and_leave_no_connection(shop: Shop, sender: S
         sender.send(key=f"key-{number}")
     abandon()
     shop.broken = False
-    assert complete_once(concurrency=3, stop=lambda: len(shop.seen) > 6).finished <= 4
+    opened: list[Any] = []
+    connection_created.connect(note := lambda connection, **kwargs: opened.append(connection))
+    try:
+        assert complete_once(concurrency=3, stop=lambda: len(shop.seen) > 6).finished <= 4
+    finally:
+        connection_created.disconnect(note)
+    assert opened
+    assert not [each for each in opened if each.connection is not None]
     assert IdempotencyKey.objects.unfinished().count() >= 2
     with connection.cursor() as cursor:
         others = (
