@@ -14,7 +14,6 @@ from django.db import Error
 from idempotency._batch import Batch, Claim, Outcome, Release, first_statement, seconds_of_batch
 from idempotency._boundary import (
     TransactionBroken,
-    drop_broken_connections,
     drop_unusable_connections,
 )
 from idempotency._engine.errors import connection_lost, sqlstate_of
@@ -36,7 +35,6 @@ _left: dict[str, list[Outcome]] = {}
 def write_after_rollback(batch: Batch, error: BaseException, log: Log) -> Counter[str]:
     """Write what is still true after the transaction of a batch was rolled back. At least one of
     the jobs that may be handed over again is refused, so that no job is handed over without end."""
-    drop_broken_connections()
     error = error.__cause__ or error if isinstance(error, TransactionBroken) else error
     outcomes: list[Outcome] = [
         (job, batch.lasting[job.pk]) for job in batch.offered if job.pk in batch.lasting

@@ -34,6 +34,8 @@ def send(job):
     """Take a job, and do what its arguments say."""
     sent.append(job.pk)
     time.sleep(job.job_args.get("seconds", 0))
+    if job.job_args.get("is_refused"):
+        raise LookupError
     if job.job_args.get("loses_connection"):
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
@@ -427,9 +429,9 @@ def test_a_result_stays_as_it_is_when_the_connection_is_lost_as_it_is_written():
 
 
 def test_what_a_batch_has_to_log_is_logged_before_the_next(caplog):
-    stage(2, loses_connection=True)
+    stage(2, is_refused=True)
     logged = []
-    enqueue_once(batch_size=1, stop=lambda: logged.append("rolled back" in caplog.text))
+    enqueue_once(batch_size=1, stop=lambda: logged.append("was refused" in caplog.text))
     assert logged[:2] == [False, True]
 
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 from django.conf import settings as django_settings
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.db.backends.signals import connection_created
 from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
@@ -813,7 +813,10 @@ def test_several_keys_run_at_once_and_their_counts_are_summed(shop: Shop, sender
 
 
 @pytest.mark.postgres
-def test_threads_stop_between_keys_and_leave_no_connection(shop: Shop, sender: Sender) -> None:
+def test_threads_stop_between_keys_and_leave_no_connection(
+    shop: Shop, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(connections.settings["default"], "CONN_MAX_AGE", None)
     for number in range(6):
         sender.send(key=f"key-{number}")
     abandon()
