@@ -6,7 +6,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from django.http import HttpResponse
@@ -14,9 +13,9 @@ from django.utils.translation import gettext_noop
 
 from idempotency import conf
 from idempotency._async import FAILURES
-from idempotency._engine.adapter import StoredWork, adapter_of, with_stored_work
+from idempotency._boundary import boundary
+from idempotency._engine.adapter import adapter_of
 from idempotency._engine.fence import StoredResponse
-from idempotency._engine.rows import read
 from idempotency._operations.definition import METHOD
 from idempotency._states import HUNG_AFTER_LEASES
 from idempotency._text import error_text
@@ -116,22 +115,18 @@ def answer_of(key: IdempotencyKey, answer: dict[str, Any]) -> Any:
 
 
 def _answer_of_project(key: IdempotencyKey) -> Any:
+    named = conf.get().ANSWER_FOR_KEY
     found = None
-    try:
-        if (stored := read(key.pk, using=str(key._state.db))) is not None:
-            found = with_stored_work(stored, partial(_found_by_project, key))
-    except FAILURES as error:
-        logger.exception("ANSWER_FOR_KEY failed for key %s", key.key_hash)
-        raise NoAnswer(RAISED) from error
+    if named is not None:
+        try:
+            with boundary():
+                found = conf.named(named)(key)
+        except FAILURES as error:
+            logger.exception("ANSWER_FOR_KEY failed for key %s", key.key_hash)
+            raise NoAnswer(RAISED) from error
     if found is None:
         raise NoAnswer(NO_ANSWER)
     return found
-
-
-def _found_by_project(key: IdempotencyKey, work: StoredWork) -> Any:
-    work.require_environment()  # It could be that of another tenant.
-    named = conf.get().ANSWER_FOR_KEY
-    return conf.named(named)(key) if named is not None else None
 
 
 def _filled_body(key: IdempotencyKey, answer: dict[str, Any]) -> str:

@@ -122,13 +122,14 @@ class Settings:
     #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a
     #: middleware would set, or returns a context manager that stays open for the run. It must not
     #: leave a transaction open on the database of the key. It is called before the view in the
-    #: completer, before ``on_abandon`` in the reaper, and before ``ANSWER_FOR_KEY``. In a project
-    #: with several databases it also chooses the shard of an operation; then the request is None.
+    #: completer, and before ``on_abandon`` in the reaper. In a project with several databases it
+    #: also chooses the shard of an operation; then the request is None.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
     #: A callable or its dotted path, called with an unfinished key. It finds the answer in the rows
     #: of the project, and returns an ``HttpResponse``, or for an operation its result or
     #: ``Rejected``. It returns None if it finds no answer. The action *Answer* of the admin offers
-    #: it for many keys.
+    #: it for many keys. ``PREPARE_REQUEST`` is not called, so nothing sets the tenant of the key:
+    #: read the rows in the database ``key._state.db``.
     ANSWER_FOR_KEY: str | Callable[..., Any] | None = None
 
 

@@ -202,9 +202,6 @@ class StoredWork(Protocol):
     #: Whether messages of errors must not be stored.
     hides_errors: bool
 
-    def require_environment(self) -> None:
-        """Raise the error that prevented the environment of the key."""
-
     def declares(self, recovery_point: str) -> bool:
         """Return whether the running code declares the recovery point."""
 

@@ -115,23 +115,31 @@ def _send(
     request: Any,
     more: dict[str, Any],
     outer: BaseDatabaseWrapper | None = None,
+    waited_for: tuple[BaseDatabaseWrapper, ...] = (),
 ) -> None:
     """Send a signal after the COMMIT of ``outer``. The receivers of a project wait for the
     transactions in other databases too."""
     if outer is None and signal in COUNTED:
-        open_now = filter(is_in_outer_transaction, connections.all(initialized_only=True))
-        outer = next(open_now, None)
+        outer = _outer_transaction(but=waited_for)
     if outer is not None:
-        then = copy(key)  # A later phase changes the key.
+        then, done = copy(key), (*waited_for, outer)  # A later phase changes the key.
         # A function of this app: _boundary.callbacks() does not count it. It does not call emit(),
         # which a tracer replaces: another run may be the current one at COMMIT.
-        outer.on_commit(lambda: _send(signal, then, request, more))
+        outer.on_commit(lambda: _send(signal, then, request, more, None, done))
         return
     try:
         signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
     except (Exception, CancelledError) as error:  # that of a receiver that is a coroutine
         with suppress(Exception):  # The handler of a log must not change what is committed.
             logger.error("a receiver of a signal failed: %s", error_text(error))
+
+
+def _outer_transaction(but: tuple[BaseDatabaseWrapper, ...]) -> BaseDatabaseWrapper | None:
+    """Return a connection in ``atomic()`` of the caller. Without autocommit, Django calls no hook
+    after COMMIT."""
+    every = connections.all(initialized_only=True)
+    found = (each for each in every if is_in_outer_transaction(each) and each.commit_on_exit)
+    return next((each for each in found if each not in but), None)
 
 
 def announce_stuck(pk: int, request: Any, *, using: str) -> None:

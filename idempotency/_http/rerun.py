@@ -67,9 +67,6 @@ class StoredView:
         self.is_whole = stored_request.can_rebuild(key)
         self.hides_errors = key.request_body is None
 
-    def require_environment(self) -> None:
-        self._environment.required()
-
     def declares(self, recovery_point: str) -> bool:
         options = routes.options_for(self._key) if self._environment.failure is None else None
         return options is not None and recovery_point in options.every_point()

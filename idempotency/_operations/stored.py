@@ -80,9 +80,6 @@ class StoredOperation:
             )
         return None
 
-    def require_environment(self) -> None:
-        self._environment.required()
-
     def declares(self, recovery_point: str) -> bool:
         definition = self._definition
         return self._obstacle() is None and (

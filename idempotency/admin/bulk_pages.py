@@ -7,7 +7,6 @@ that page; without JavaScript the person presses its button.
 
 import uuid
 from collections import Counter
-from contextvars import Context
 from functools import partial
 from typing import Any, ClassVar
 
@@ -166,7 +165,7 @@ class BulkAdmin(ReadOnlyAdmin):
             stopped_at = Now() if step == "stop" else None
             works.filter(finished_at=None).update(stopped_at=stopped_at, error="")
         elif step == "continue" and not in_outer_transaction(alias):
-            advanced = Context().run(_bulk_work.work_off, alias, pk)
+            advanced = _bulk_work.work_off(alias, pk)
         work = get_object_or_404(works)
         context = self._context(request, action) | {"work": work, "report": report(work, action)}
         if step == "continue" and work.finished_at:

@@ -3,7 +3,6 @@ single answer is."""
 
 import json
 import re
-from contextvars import ContextVar
 from html import unescape
 from typing import Any
 from uuid import uuid4
@@ -159,32 +158,6 @@ def test_the_project_answers_as_its_rows_say(settings: Any) -> None:
 
 
 PATHS = ("/mine", "/other", "/broken", "/impossible")
-TENANT = ContextVar("tenant", default="")
-
-
-def prepare(request: Any, key: IdempotencyKey) -> None:
-    """Set the tenant of a key, as PREPARE_REQUEST does."""
-    if key.request_path == "/broken":
-        raise LookupError("no tenant")
-    TENANT.set("that of the key")
-
-
-def test_the_project_answers_in_the_environment_of_the_key(settings: Any) -> None:
-    """A middleware sets the tenant of the operator."""
-    settings.IDEMPOTENCY = {
-        **settings.IDEMPOTENCY,
-        "ANSWER_FOR_KEY": lambda key: HttpResponse(TENANT.get(), status=201),
-        "PREPARE_REQUEST": prepare,
-    }
-    for path in ("/mine", "/broken"):
-        stuck_keys(1, request_path=path)
-    token = TENANT.set("that of the operator")
-    try:
-        work = answer(person(), kind="project")
-    finally:
-        TENANT.reset(token)
-    assert (work.done, work.unchanged) == (1, {_bulk_answers.RAISED: 1})
-    assert bytes(IdempotencyKey.objects.finished().get().response_body) == b"that of the key"
 
 
 def test_without_the_setting_the_project_is_no_choice() -> None:

@@ -12,6 +12,7 @@ from django.core.signals import request_finished
 from django.db import DatabaseError, connection, connections, transaction
 from django.db.models.signals import post_delete, post_save
 from django.http import HttpResponse
+from django.test import TestCase
 
 from idempotency import interventions, signals
 from idempotency._engine.events import COUNTED
@@ -251,6 +252,26 @@ def test_a_signal_waits_for_the_transactions_of_the_caller(rolls_back, inner, ou
         assert [signal for signal, _ in sent] == [*work, *answered, *replay, *answered]
     elif not done:
         assert not set(work) & {signal for signal, _ in sent}
+
+
+@pytest.mark.parametrize("outer", ["default", "shard_b"])
+@pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+def test_a_signal_waits_once_for_each_transaction(outer):
+    """A test calls the hooks inside the block; a database without autocommit calls none."""
+    got = []
+    signals.key_finished.connect(receive := lambda **kwargs: got.append(1))
+    other = connections["shard_b"]
+    if outer == "shard_b":
+        other.set_autocommit(False)
+    try:
+        with transaction.atomic(outer):
+            with TestCase.captureOnCommitCallbacks(execute=True):
+                operations.note.once("1", name="noted")
+            assert got == [1]
+    finally:
+        signals.key_finished.disconnect(receive)
+        other.rollback()
+        other.set_autocommit(True)
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
