@@ -97,11 +97,12 @@ def test_a_batch_that_would_exceed_a_time_limit_is_cut(time_limit):
 
 @pytest.mark.parametrize("backend", ["Sender"], indirect=True)
 @pytest.mark.parametrize("time_limit", ["transaction_timeout"], indirect=True)
-def test_a_batch_without_merged_round_trips_is_cut_too(time_limit, settings):
+def test_a_batch_without_merged_round_trips_is_cut_too(time_limit, settings, caplog):
     settings.IDEMPOTENCY |= {"MERGE_ROUND_TRIPS": False}
     jobs = stage(12, seconds=0.12)
     assert enqueue_once() == EnqueuePass(handed_over=12)
     assert sent == jobs
+    assert "rolled back" not in caplog.text
 
 
 LOOP = f"""
