@@ -7,12 +7,11 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-from django.db import DatabaseError, OperationalError, connection
+from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models.functions import Now
 
-from idempotency import _unwritten
+from idempotency import _outcomes, _unwritten
 from idempotency._engine.limits import IDLE, LOCK
-from idempotency._outcomes import Log
 from idempotency.backends import MAX_ATTEMPTS, NotOffered, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.interventions import retry_jobs
@@ -440,5 +439,13 @@ def test_results_that_are_left_are_logged_as_they_are_written(caplog):
     stage(1)
     _unwritten._left["default"] = [(StagedJob.objects.get(), None)]
     due_now()  # Another enqueuer has claimed the job.
-    _unwritten.write_left("default", Log())
+    _unwritten.write_left("default", _outcomes.Log())
     assert "1 results of hand-overs are not written" in caplog.text
+
+
+def test_a_job_that_was_not_offered_keeps_its_turn():
+    stage(1)
+    job = StagedJob.objects.get()
+    with transaction.atomic():
+        _outcomes.write("default", [(job, NotOffered())], float("inf"), _outcomes.Log())
+    assert StagedJob.objects.get().run_at == job.run_at
