@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models.functions import Now
+from django.db.models.signals import pre_delete
 
 from idempotency import _outcomes, _unwritten
 from idempotency._engine.limits import IDLE, LOCK
@@ -449,3 +450,20 @@ def test_a_job_that_was_not_offered_keeps_its_turn():
     with transaction.atomic():
         _outcomes.write("default", [(job, NotOffered())], float("inf"), _outcomes.Log())
     assert StagedJob.objects.get().run_at == job.run_at
+
+
+def test_the_loss_of_the_session_at_the_deletion_is_told_as_it_is(caplog):
+    left = [1]
+
+    def lose(**kwargs):
+        if left:
+            left.clear()
+            send(StagedJob(job_args={"loses_connection": True}))
+
+    stage(1)
+    pre_delete.connect(lose, sender=StagedJob)
+    try:
+        enqueue_once(stop=lambda: "rolled back" in caplog.text)
+    finally:
+        pre_delete.disconnect(lose, sender=StagedJob)
+    assert "handed over again: OperationalError: terminating connection" in caplog.text
