@@ -12,10 +12,7 @@ from uuid import UUID
 from django.db import Error
 
 from idempotency._batch import Batch, Claim, Outcome, Release, first_statement, seconds_of_batch
-from idempotency._boundary import (
-    TransactionBroken,
-    drop_unusable_connections,
-)
+from idempotency._boundary import TransactionBroken, drop_unusable_connections
 from idempotency._engine.errors import connection_lost, sqlstate_of
 from idempotency._engine.transactions import durable_transaction
 from idempotency._outcomes import Log, write

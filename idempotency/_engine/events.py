@@ -20,7 +20,6 @@ from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
-
 #: The signals for the counters of this app. A counter breaks no transaction, and also counts what
 #: is rolled back, such as a conflict.
 COUNTED: dict[Signal, Signal] = {
