@@ -49,9 +49,9 @@ def trace_id_of(traceparent: str | None) -> str | None:
 
 def log(level: int, text: str, key: IdempotencyKey, *values: object, exc_info: Any = None) -> None:
     """Write a log line about a key. The first value in ``text`` is the hash of the key."""
-    extra = about(key)
-    values = (extra["key_hash"], *values)
-    logger.log(level, text, *values, exc_info=exc_info, extra=extra, stacklevel=2)
+    values = (key.key_hash, *values)
+    with suppress(Exception):  # A handler or a filter must not change what is committed.
+        logger.log(level, text, *values, exc_info=exc_info, extra=about(key), stacklevel=2)
 
 
 def log_committed(write: Callable[[], None], *, using: str) -> None:
@@ -59,13 +59,13 @@ def log_committed(write: Callable[[], None], *, using: str) -> None:
     which the handler of a log must not break."""
 
     def say() -> None:
-        with suppress(Exception):  # The other hooks must be called.
+        with suppress(Exception):  # As in log(). The other hooks must be called.
             write()
 
     if in_outer_transaction(using):
         transaction.on_commit(say, using=using)
     else:
-        write()
+        say()
 
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:

@@ -305,11 +305,32 @@ def test_a_receiver_of_the_project_changes_nothing_that_the_app_counts(sent):
     assert (sent, outcomes) == ([], [signals.RequestOutcome.REPLAYED])
 
 
-def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatch):
-    class Raising(logging.Handler):
-        def emit(self, record):
-            raise OSError
+class RaisingLog(logging.Handler):
+    """A log whose errors are raised."""
 
+    def emit(self, record):
+        raise OSError
+
+
+def test_a_log_that_raises_changes_no_answer_and_drops_no_signal(serve, sender, monkeypatch):
+    def work(key):
+        raise KeyStuck("It waits for a decision.")
+
+    def receive(key, **kwargs):
+        told.append(key.stuck_reason)
+
+    told = []
+    serve(view=over_key(work))
+    monkeypatch.setattr(logging.getLogger("idempotency"), "handlers", [RaisingLog()])
+    signals.key_stuck.connect(receive)
+    try:
+        assert sender.send().status_code == 409
+    finally:
+        signals.key_stuck.disconnect(receive)
+    assert told == ["It waits for a decision."]
+
+
+def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatch):
     def work(request):
         raise OSError
 
@@ -317,7 +338,7 @@ def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatc
     serve(view=over_key(work))
     sender.send()
     key = IdempotencyKey.objects.get()
-    monkeypatch.setattr(logging.getLogger("idempotency"), "handlers", [Raising()])
+    monkeypatch.setattr(logging.getLogger("idempotency"), "handlers", [RaisingLog()])
     with transaction.atomic():
         assert interventions.hand_back(key.pk, key.claim_token, by="jane")
         transaction.on_commit(lambda: hooks.append(1))
