@@ -129,6 +129,10 @@ class InterventionRequired(IdempotencyError):
         self.stuck_code = stuck_code
 
 
+#: What the state of a key refuses. If the work of one key gets it, it tells of another key.
+CONFLICTS = (InProgress, KeyReused, InterventionRequired)
+
+
 class Unavailable(IdempotencyError, OperationalError):
     """The work cannot run or be confirmed now. Nothing that was committed is repeated. Retry later,
     with the same key. The attribute ``code`` names the cause."""
@@ -160,8 +164,9 @@ class Rejected(IdempotencyError):
 
     def __init__(self, code: str, message: str = "", data: Any = None) -> None:
         super().__init__(message or code)
-        self.code, self.message, self.data = code, message, data
-        self.args = (code, message, data)  # Pickle and the result backend of Celery read these.
+        # The message may be a lazy translation.
+        self.code, self.message, self.data = code, str(message), data
+        self.args = (code, self.message, data)  # Pickle and Celery's result backend read these.
 
     def __init_subclass__(cls) -> None:
         raise TypeError("Rejected cannot be subclassed: a repeat raises Rejected itself.")

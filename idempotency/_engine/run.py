@@ -25,6 +25,7 @@ from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.plain_run import PlainRun, RolledBack
 from idempotency._text import error_text, first_line
 from idempotency.exceptions import (
+    CONFLICTS,
     KeyStuck,
     LockLost,
     NotReplicated,
@@ -47,13 +48,12 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     except Exception as error:
         instead = error.outcome if isinstance(error, RolledBack) else work.outcome_of(error)
         try:
-            if instead is None:
-                raise
-            if work.is_committed:
+            # The caller must not take it for the refusal of this key, whose work is done.
+            if work.is_committed and (instead is not None or isinstance(error, CONFLICTS)):
                 raise RuntimeError(
                     "A hook of transaction.on_commit() raised this exception after the COMMIT."
                 ) from error
-            if instead.is_raised:
+            if instead is None or instead.is_raised:
                 raise
             if instead.keeps_writes:
                 raise RuntimeError(

@@ -17,6 +17,7 @@ from django.template import Context, Engine, TemplateDoesNotExist, loader
 from idempotency import conf
 from idempotency._http.not_stored import not_stored
 from idempotency.exceptions import (
+    CONFLICTS,
     InProgress,
     InterventionRequired,
     KeyReused,
@@ -31,7 +32,7 @@ _UNAVAILABLE = (
     "unknown_recovery_point",
 )  # fmt: skip
 #: The exceptions of the run of a view that have an error response.
-REFUSALS = (InProgress, KeyReused, InterventionRequired, Unavailable)
+REFUSALS = (*CONFLICTS, Unavailable)
 
 
 class _Kind(NamedTuple):

@@ -20,7 +20,7 @@ from idempotency._http.options import Options
 from idempotency._http.request_state import RequestState
 from idempotency._http.view import Call, atomic_aliases
 from idempotency.conf import Isolation
-from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, ResponseNotCommitted
+from idempotency.exceptions import CONFLICTS, ResponseNotCommitted
 
 logger = logging.getLogger("idempotency")
 
@@ -78,7 +78,7 @@ class ViewWork:
     def call(self) -> Outcome:
         try:
             return self._outcome(self._call.response())
-        except (InProgress, KeyReused, InterventionRequired) as refusal:
+        except CONFLICTS as refusal:
             raise RuntimeError(
                 f"The view {self.name} raised {type(refusal).__name__} of another key. Handle it in"
                 " the view."

@@ -22,13 +22,7 @@ from idempotency._hidden import Hidden
 from idempotency._operations.definition import Definition, find
 from idempotency._operations.results import encoded, restored
 from idempotency._operations.work import OperationWork
-from idempotency.exceptions import (
-    InProgress,
-    InterventionRequired,
-    KeyReused,
-    Unavailable,
-    Unfinished,
-)
+from idempotency.exceptions import CONFLICTS, Unavailable, Unfinished
 from idempotency.reaper import MESSAGE_RETENTION
 from idempotency.signals import RequestOutcome
 
@@ -73,7 +67,7 @@ def run(
             claim = replace(claim, retention_hours=max(claim.retention_hours, _STAGED_HOURS))
         done = _done(work, claim, using or definition.alias)
         outcome = RequestOutcome.REPLAYED if work.is_replayed else RequestOutcome.RAN
-    except (InProgress, KeyReused, InterventionRequired):
+    except CONFLICTS:
         outcome = RequestOutcome.CONFLICT
         raise
     except Unavailable as error:
@@ -95,7 +89,7 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
     try:
         done: StoredResponse = (run_phased if phased else run_plain)(work, request, using=using)
         return done
-    except (InProgress, KeyReused, InterventionRequired, Unavailable):
+    except (*CONFLICTS, Unavailable):
         raise
     except Exception as error:
         if isinstance(error, Error):

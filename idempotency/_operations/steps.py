@@ -130,3 +130,8 @@ class Steps:
                     f" as its other functions ({', '.join(sorted(wanted))}), each passed by name:"
                     " the arguments are stored by name, and each function gets all of them."
                 )
+        if self.undo is not None and len(chain) == 1:
+            raise TypeError(
+                f"The function undo= of the operation {name} would never run, because no earlier"
+                " transaction (after=) commits something. A refusal does not undo a call."
+            )

@@ -25,9 +25,8 @@ from idempotency._operations.results import stored
 from idempotency._operations.steps import Step
 from idempotency.conf import Isolation
 from idempotency.exceptions import (
+    CONFLICTS,
     InProgress,
-    InterventionRequired,
-    KeyReused,
     KeyStuck,
     LockLost,
     Rejected,
@@ -121,7 +120,7 @@ class OperationWork:
     def call(self) -> Outcome:
         try:
             return self._in_steps(self.run) if self.points else self._in_one_transaction()
-        except (InProgress, KeyReused, InterventionRequired) as refusal:
+        except CONFLICTS as refusal:
             if isinstance(refusal, InProgress) and not self.run.key.begun:
                 raise
             raise RuntimeError(

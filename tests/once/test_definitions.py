@@ -96,6 +96,11 @@ def test_functions_with_other_parameters_are_refused(
         define(**options)
 
 
+def test_undo_without_an_earlier_transaction_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"undo= of the operation tests\.defined would never run"):
+        define(undo=lambda why, *, pilot, cents: None)
+
+
 @pytest.mark.parametrize("name", ["n" * 101, "tests:pay", "tests\npay", " \0"])
 def test_an_invalid_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="1 to 100 printable characters"):

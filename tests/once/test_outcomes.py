@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from django.core import mail
 from django.db import transaction
+from django.utils.translation import gettext_lazy
 
 from idempotency import signals
 from idempotency.admin import traffic
@@ -81,6 +82,17 @@ def test_a_phased_operation_has_one_outcome_for_each_call(sent: Any, bank: Bank)
     with pytest.raises(InterventionRequired):
         pay_without_undo.once("stuck", name="one", cents=402)
     assert outcomes(sent) == ["ran", "replayed", "ran", "failed", "conflict", "conflict"]
+
+
+def test_a_refusal_may_have_a_lazy_translation_as_its_message(bank: Bank) -> None:
+    def declines() -> None:
+        raise Rejected("declined", gettext_lazy("The bank declined."))
+
+    bank.before = declines
+    for _ in range(2):
+        with pytest.raises(Rejected, match="The bank declined"):
+            charge.once("key", name="one", cents=900)
+    assert (bank.requests, bank.transfers) == (1, {})
 
 
 @pytest.mark.parametrize(

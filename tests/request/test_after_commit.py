@@ -10,6 +10,7 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, Js
 from pytest_django import Settings
 
 from idempotency.decorators import idempotent
+from idempotency.exceptions import CONFLICTS
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests.kit.serving import Sender
@@ -54,6 +55,23 @@ def test_a_hook_that_fails_after_a_plain_view_raises_its_own_error(
     with pytest.raises(ConnectionError, match="the broker is down"):
         sender.send()
     assert sender.send().status_code == 201
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS)
+def test_a_conflict_of_another_key_in_a_hook_is_not_told_of_this_key(
+    serve: Serve, sender: Sender, conflict: type[Exception]
+) -> None:
+    """A client that is told to use a new key would repeat what is committed."""
+
+    def hook() -> None:
+        raise conflict
+
+    def work(request: HttpRequest) -> HttpResponse:
+        transaction.on_commit(hook)
+        return create(request)
+
+    serve(view=plain(work))
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
 
 
 @pytest.mark.postgres
