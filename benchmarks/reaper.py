@@ -137,17 +137,20 @@ def claims(go_on: Callable[[], bool]) -> list[float]:
         due += 1 / CLAIMS_A_SECOND
         time.sleep(max(0, due - time.monotonic()))
         request = ClaimedRequest(
-            "bench",
-            f"{due}",
-            None,
-            "POST",
-            "/",
-            b"{}",
-            "application/json",
-            {},
-            "",
-            "v1:bench",
-            lambda stored: None,
+            scope="bench",
+            idempotency_key=f"{due}",
+            user_id=None,
+            request_method="POST",
+            request_path="/",
+            request_body=b"{}",
+            request_content_type="application/json",
+            request_headers={},
+            remote_addr="",
+            request_fingerprint="v1:bench",
+            fingerprint_as=lambda _: None,
+            plain_fingerprint=lambda: "v1:bench",
+            retention_hours=72,
+            lease_seconds=90,
         )
         start = time.perf_counter()
         claim_phased(request, ("started",), using="default")

@@ -28,6 +28,8 @@ from idempotency.signals import RequestOutcome
 
 #: The name of the operation is stored in the same column.
 MAX_SCOPE = 99
+#: The callers get these errors as they are.
+_UNCHANGED = (*CONFLICTS, Unavailable)
 _STAGED_HOURS = MESSAGE_RETENTION // timedelta(hours=1)
 
 _IN_TRANSACTION = (
@@ -89,7 +91,7 @@ def _done(work: OperationWork, request: ClaimedRequest, using: str) -> StoredRes
     try:
         done: StoredResponse = (run_phased if phased else run_plain)(work, request, using=using)
         return done
-    except (*CONFLICTS, Unavailable):
+    except _UNCHANGED:
         raise
     except Exception as error:
         if isinstance(error, Error):
