@@ -165,7 +165,7 @@ class Rejected(IdempotencyError):
     def __init__(self, code: str, message: str = "", data: Any = None) -> None:
         super().__init__(message or code)
         # The message may be a lazy translation.
-        self.code, self.message, self.data = code, str(message), data
+        self.code, self.message, self.data = code, f"{message or ''}", data
         self.args = (code, self.message, data)  # Pickle and Celery's result backend read these.
 
     def __init_subclass__(cls) -> None:

@@ -1,7 +1,7 @@
 """The outcome of each call of an operation: the signal, and the counts of the dashboard."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from django.core import mail
@@ -93,6 +93,17 @@ def test_a_refusal_may_have_a_lazy_translation_as_its_message(bank: Bank) -> Non
         with pytest.raises(Rejected, match="The bank declined"):
             charge.once("key", name="one", cents=900)
     assert (bank.requests, bank.transfers) == (1, {})
+
+
+def test_a_refusal_without_a_message_shows_its_code(bank: Bank) -> None:
+    def declines() -> None:
+        raise Rejected("declined", cast(str, None))
+
+    bank.before = declines
+    for _ in range(2):
+        with pytest.raises(Rejected) as refused:
+            charge.once("key", name="one", cents=900)
+        assert (str(refused.value), refused.value.message) == ("declined", "")
 
 
 @pytest.mark.parametrize(

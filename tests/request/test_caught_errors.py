@@ -15,7 +15,7 @@ from django.http import HttpResponse
 from django.test import TestCase
 
 from idempotency import interventions, signals
-from idempotency._engine.events import COUNTED
+from idempotency._engine.events import COUNTED, log_committed
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import DownstreamCall, IdempotencyKey
@@ -341,6 +341,7 @@ def test_a_log_that_raises_drops_no_hook_of_the_caller(serve, sender, monkeypatc
     monkeypatch.setattr(logging.getLogger("idempotency"), "handlers", [RaisingLog()])
     with transaction.atomic():
         assert interventions.hand_back(key.pk, key.claim_token, by="jane")
+        log_committed(partial(logging.getLogger("idempotency").warning, "done"), using="default")
         transaction.on_commit(lambda: hooks.append(1))
     assert hooks == [1]
 
