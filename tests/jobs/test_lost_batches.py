@@ -12,6 +12,7 @@ from django.db.models.functions import Now
 from django.db.models.signals import pre_delete
 
 from idempotency import _outcomes, _unwritten
+from idempotency._batch import Release
 from idempotency._engine.limits import IDLE, LOCK
 from idempotency.backends import MAX_ATTEMPTS, NotOffered, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -411,6 +412,16 @@ def test_a_job_that_was_not_offered_is_never_taken_for_one_that_the_queue_has():
         due_now()
         enqueue_once()
     assert (sent, StagedJob.objects.count()) == (jobs, 0)
+
+
+def test_a_job_that_is_let_go_takes_no_result_of_another_job_with_it():
+    """Else the job that the broker has would be handed over again."""
+    stubborn = StagedJobFactory(job_name=STUBBORN, job_args={})
+    delivered = StagedJobFactory(job_args={})
+    _unwritten._left["default"] = [(stubborn, Release(stubborn.run_at)), (delivered, None)]
+    with trigger("UPDATE OR DELETE", f"OLD.job_name = '{STUBBORN}'"):
+        _unwritten.write_left("default", _outcomes.Log())
+    assert list(StagedJob.objects.values_list("pk", flat=True)) == [stubborn.pk]
 
 
 def test_a_result_stays_as_it_is_when_the_connection_is_lost_as_it_is_written():
