@@ -129,7 +129,7 @@ class InterventionRequired(IdempotencyError):
         self.stuck_code = stuck_code
 
 
-#: What the state of a key refuses. If the work of one key gets it, it tells of another key.
+#: The errors for the state of a key. If the work of a key raises one, it is about another key.
 CONFLICTS = (InProgress, KeyReused, InterventionRequired)
 
 
