@@ -31,8 +31,9 @@ from idempotency.http import key_of, not_stored, problems
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests.kit.serving import Sender, problem
+from tests.kit.views import create, plain
 from tests.models import Account, Entry
-from tests.operations import Bank, note, pay
+from tests.operations import Bank, charge, note, pay
 
 pytestmark = pytest.mark.django_db(transaction=True)
 BROWSER = "text/html,application/xhtml+xml,*/*;q=0.8"
@@ -297,6 +298,18 @@ def test_a_phased_operation_runs_between_the_phases_of_a_view(
     serve(view=view)
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert (bank.requests, Account.objects.count(), IdempotencyKey.objects.count()) == (1, 1, 2)
+
+
+def test_a_protected_view_in_the_transaction_of_an_operation_is_refused(
+    sender: Sender, serve: Any, bank: Bank
+) -> None:
+    serve(view=plain(create))
+    sender.client.raise_request_exception = True
+    bank.inside = sender.send
+    with pytest.raises(Unfinished) as caught:
+        charge.once("key", name="one", cents=5)
+    assert "was entered inside the transaction of another run" in str(caught.value.__cause__)
+    assert not Entry.objects.exists()
 
 
 def info_of(request: Any, *parts: str | int, context: Any = None) -> Any:

@@ -748,9 +748,15 @@ def test_streamed_body_that_breaks_off_leaves_the_work_and_no_half_body(
     assert caplog.text.count("streams its response") == 1
 
 
-def test_file_response_is_delivered_and_not_kept(serve: Serve, sender: Sender) -> None:
-    serve(view=plain(lambda request: FileResponse(BytesIO(b"pdf"), filename="ride.pdf")))
+def test_file_response_is_delivered_and_not_kept(
+    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    def file(request: HttpRequest) -> FileResponse:
+        return FileResponse(BytesIO(b"pdf"), filename="ride.pdf")
+
+    serve(view=plain(file))
     first, replayed = sender.send(), sender.send()
+    assert "streams its response" not in caplog.text
     assert first.getvalue() == b"pdf"
     assert replayed["Content-Disposition"] == first["Content-Disposition"]
     assert replayed["Content-Length"] == "0"

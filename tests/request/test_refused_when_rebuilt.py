@@ -198,6 +198,12 @@ def test_an_answer_that_asks_to_come_back_is_no_refusal(
     assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
 
 
+def test_a_refusal_after_part_of_the_work_is_the_last_error(serve: Any, sender: Sender) -> None:
+    left_by_its_client(Shop(lambda: HttpResponse("who?", status=401), begun=True), serve, sender)
+    assert complete_once() == CompletePass(failed=1)
+    assert "status 401" in IdempotencyKey.objects.get().last_error
+
+
 def test_a_5xx_of_the_rebuilt_request_is_not_stored_either(
     serve: Any, sender: Sender, settings: Settings
 ) -> None:
