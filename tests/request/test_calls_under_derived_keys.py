@@ -7,6 +7,7 @@ from html import unescape
 from typing import Any
 
 import pytest
+from django.contrib.auth import get_user_model
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.test import Client
@@ -14,6 +15,7 @@ from django.urls import path
 from django.views.decorators.csrf import csrf_exempt
 
 from idempotency import interventions
+from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
@@ -21,7 +23,7 @@ from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_conflict
 from rides_demo.urls import urlpatterns
 from tests.factories import UserFactory
-from tests.kit.ageing import make_older
+from tests.kit.ageing import abandon, expire_lock, make_older
 from tests.kit.asgi import ask, run
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background
@@ -124,10 +126,10 @@ def test_past_its_validity_nothing_is_begun(serve: Any, sender: Sender) -> None:
     assert (key.stuck_code, key.call_begun_at) == ("downstream_key_expired", None)
 
 
-@pytest.mark.parametrize("end", ["answered", "taken over", "given up"])
+@pytest.mark.parametrize("end", ["answered", "taken over", "left to a retry", "given up"])
 def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sender) -> None:
-    """The run is paused before its call. Then an operator stores a response, a retry takes over, or
-    the reaper gives up."""
+    """The run is paused before its call. Then an operator stores a response, a retry takes over,
+    the completer finds an inactive user, or the reaper gives up."""
     gate, charges, conflicts = Gate(), [], []
 
     def pay(key: Any) -> None:
@@ -153,6 +155,11 @@ def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sende
             )
         elif end == "taken over":
             assert sender.send().status_code == 200
+        elif end == "left to a retry":
+            get_user_model().objects.update(is_active=False)
+            abandon()
+            expire_lock()
+            assert complete_once() == CompletePass(stuck=1)
         else:
             make_older(73 * 3600, "created_at")
             assert reap_once() == ReapPass(stuck=1)
@@ -161,9 +168,11 @@ def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sende
     assert (told, charges) == {
         "answered": (410, []),
         "taken over": (200, [2]),
+        "left to a retry": (409, []),
         "given up": (409, []),
     }[end]
-    assert conflicts == (["key_stuck"] if end == "given up" else [])
+    codes = {"left to a retry": ["key_in_use"], "given up": ["key_stuck"]}
+    assert conflicts == codes.get(end, [])
 
 
 def test_an_answer_is_refused_when_a_call_was_begun_since_the_person_looked(
