@@ -96,17 +96,17 @@ class Operation(Generic[Given, Result]):
         user is stored with the key. The caller must check permissions before each call.
 
         The argument ``scope`` names another owner of the keys, such as a session or a tenant.
-        Raises ValueError for an anonymous user without ``scope``.
+        Raises ValueError without ``scope`` if ``user`` is not a saved user of Django.
         """
-        if user.pk is None and not scope:
+        pk: Any = user.pk if isinstance(user, get_user_model()) else None  # Partners have ids too.
+        if pk is None and not scope:
             raise ValueError(
-                "A user without an id shares the keys of all such users. Require a signed-in user,"
-                " or pass scope=, such as idempotency.scopes.user_or_session(request)."
+                f"{user.__class__.__name__} is not a saved user. Require one, or pass scope= that"
+                " names the owner, such as idempotency.scopes.user_or_session(request)."
             )
         bound: Operation[Given, Result] = object.__new__(type(self))
         vars(bound).update(vars(self))
-        bound._user_id = pk = user.pk
-        bound._scope = scope or f"user:{pk}"
+        bound._user_id, bound._scope = pk, scope or f"user:{pk}"
         if len(bound._scope) > MAX_SCOPE:
             raise ValueError(f"A scope has at most {MAX_SCOPE} characters.")
         return bound

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
 from django.contrib.auth import get_user_model
-from django.contrib.auth.models import AnonymousUser
+from django.contrib.auth.models import AnonymousUser, Group
 from django.db import DatabaseError, OperationalError, connection, connections, transaction
 from django.db.models.signals import post_save
 from django.test.utils import CaptureQueriesContext
@@ -80,11 +80,16 @@ def test_o03_each_user_has_keys_of_their_own() -> None:
     assert IdempotencyKey.objects.get(user_id=7).scope == "tests.note:user:7"
 
 
-def test_anonymous_users_share_no_keys() -> None:
-    with pytest.raises(ValueError, match="A user without an id"):
-        note.by(AnonymousUser())
-    note.by(AnonymousUser(), scope="session:a").once("key", name="one")
+@pytest.mark.parametrize("other", [AnonymousUser(), Group(pk=7), get_user_model()()], ids=repr)
+def test_what_is_not_a_saved_user_needs_a_scope(other: Any) -> None:
+    """Anonymous users must not share keys, and a partner must not get the result of a user of the
+    same id."""
+    note.by(get_user_model()(pk=7)).once("key", name="one")
+    with pytest.raises(ValueError, match=f"{type(other).__name__} is not a saved user"):
+        note.by(other)
+    note.by(other, scope="session:a").once("key", name="two")
     assert IdempotencyKey.objects.get(user_id=None).scope == "tests.note:session:a"
+    assert names() == ["one", "two"]
 
 
 def test_a_refusal_survives_pickle_and_cannot_be_subclassed() -> None:
