@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 from django.db import connections, models, router, transaction
-from django.db.models import CharField, Exists, OuterRef, Q, QuerySet, Value
+from django.db.models import Case, Exists, OuterRef, Q, QuerySet, UUIDField, Value, When
 from django.db.models.functions import Cast, Now, Replace
 from django.db.utils import Error, IntegrityError, InterfaceError, OperationalError
 
@@ -150,11 +150,12 @@ def _rest(seconds: float, stop: Callable[[], bool], alias: str) -> None:
 
 def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     old = ProcessedMessage.objects.using(alias).filter(processed_at__lt=Now() - MESSAGE_RETENTION)
-    # A staged job may be handed over again, so its message must not be forgotten.
-    digits = partial(Replace, text=Value("-"))  # SQLite stores a UUID without hyphens.
-    job = StagedJob.objects.using(alias).annotate(digits=digits(Cast("pk", CharField())))
-    staged = Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id"))))
-    return old.exclude(staged)
+    # A staged job may be handed over again, so its message must not be forgotten. Its primary key
+    # is compared: without an index, each message would read all staged jobs.
+    pk = Cast(Replace("message_id", Value("-")), UUIDField())  # SQLite has UUIDs without hyphens.
+    jobs = StagedJob.objects.using(alias).filter(pk=OuterRef("job"))
+    found = old.annotate(job=Case(When(message_id__regex="^([0-9a-f]-?){32}$", then=pk)))
+    return found.exclude(Exists(jobs), source=STAGED_JOBS)
 
 
 def _unused_groups(alias: str) -> QuerySet[JobGroup]:

@@ -78,11 +78,10 @@ class OnceTask(Task):  # type: ignore[misc]
 
     It runs in one transaction with its row in the inbox; the function may be ``async def``. If it
     raises, the transaction is rolled back, and the task is retried ``max_retries`` times, after
-    waits that double up to 15 minutes. While the database is unavailable, or while another run of
-    an operation that it calls is in progress, the task is retried without limit. An error of a time
+    waits that double up to 15 minutes. While the database is unavailable, or another delivery or an
+    operation that it calls is in progress, the task is retried without limit. An error of a time
     limit counts as a try. The method ``self.retry()`` works as in any task; ``autoretry_for`` works
-    unless the task is async. If another delivery of the same task is running, the message returns
-    to the broker. Tasks that this task calls directly are part of its run.
+    unless the task is async. Tasks that this task calls directly are part of its run.
 
     A hook of ``transaction.on_commit()`` that raises does not fail the task, whose work is
     committed. The error is logged and recorded in the inbox, and the hook is not called again.
@@ -127,8 +126,8 @@ class OnceTask(Task):  # type: ignore[misc]
                     result = async_to_sync(self._finish)(result, request)
                 refuse_generator(self.name, result)
         except MessageInProgress as error:
-            # Do not call retry(), because it would count against the task's retries.
-            raise Reject(error, requeue=True) from error
+            # RabbitMQ drops a message that has returned to a quorum queue 20 times.
+            raise self._uncounted_retry(request, error) from error
         except (Exception, CancelledError) as error:  # also from COMMIT
             is_sent = isinstance(error, Retry) and error.sig is not None
             if is_sent or isinstance(error, (Ignore, Reject)):
@@ -205,7 +204,7 @@ class CeleryBackend(OneByOne):
 
     #: With Redis as the broker, a message is lost if its worker is killed right after it took the
     #: message. The job is then handed over again, after waits that double. Its ten hand-overs and
-    #: the waits after them take a week.
+    #: the waits after them take a week. With another broker, only a subclass that sets it does so.
     follow_up_seconds: float | None = 600
     uses_database = False
     uses_inbox = True
@@ -215,7 +214,8 @@ class CeleryBackend(OneByOne):
         self.app = self.app or current_app._get_current_object()
         self._broker = Broker()
         self._imported = False
-        if self.app.connection_for_write().transport.driver_type != "redis":
+        is_default = self.follow_up_seconds is CeleryBackend.follow_up_seconds  # no subclass set it
+        if is_default and self.app.connection_for_write().transport.driver_type != "redis":
             self.follow_up_seconds = None
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:

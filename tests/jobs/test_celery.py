@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from celery import chord
 from celery.canvas import Signature
-from celery.exceptions import Reject
+from celery.exceptions import Reject, Retry
 from celery.result import AsyncResult
 
 from idempotency.contrib.celery import SHARD_HEADER, CeleryBackend, OnceTask
+from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from tests.factories import StagedJobFactory, UserFactory
@@ -32,6 +33,8 @@ from tests.jobs.celery_tasks import (
     whole,
 )
 from tests.kit.brokers import Celery
+from tests.kit.database import session_setting
+from tests.kit.threads import Gate, background
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
@@ -91,6 +94,35 @@ def test_a_message_whose_retry_cannot_be_published_returns_to_the_broker(error, 
         fails.pop_request()
     assert rejected.value.requeue
     assert not ProcessedMessage.objects.exists()
+
+
+def test_a_delivery_beside_a_running_one_is_published_anew(monkeypatch):
+    """RabbitMQ drops a message that has returned to a quorum queue 20 times."""
+    gate, sent = Gate(), []
+
+    def running() -> None:
+        with process_once(STAGED_JOBS, "1"):
+            gate.wait_here()
+
+    @app.task(base=OnceTask, name="tests.is_running")
+    def is_running():
+        raise AssertionError("It runs elsewhere.")
+
+    monkeypatch.setattr(Signature, "apply_async", lambda self: sent.append(self.options))
+    headers = {"idempotency_outages": 3}
+    with background(running), session_setting("lock_timeout", "200"):
+        gate.wait_until_reached()
+        is_running.push_request(
+            id="1", called_directly=False, retries=14, args=[], kwargs={}, headers={}, **headers
+        )
+        try:
+            with pytest.raises(Retry):
+                is_running()
+        finally:
+            is_running.pop_request()
+            gate.open()
+    assert [(each["retries"], each["countdown"]) for each in sent] == [(14, 8)]
+    assert sent[0]["headers"]["idempotency_outages"] == 4
 
 
 def test_a_cancellation_in_the_last_try_fails_the_task_and_not_its_worker():

@@ -131,7 +131,11 @@ def test_the_app_of_a_subclass_decides_whether_its_jobs_may_be_lost() -> None:
     class OnRedis(CeleryBackend):
         app = Celery(broker="redis://", set_as_current=False)
 
-    assert (OnRabbitMQ().follow_up_seconds, OnRedis().follow_up_seconds) == (None, 600)
+    class Kept(OnRabbitMQ):
+        follow_up_seconds = 600
+
+    backends = OnRabbitMQ(), OnRedis(), Kept()
+    assert [each.follow_up_seconds for each in backends] == [None, 600, 600]
 
 
 def refusals() -> set[int]:

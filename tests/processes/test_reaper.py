@@ -2,10 +2,11 @@
 stays."""
 
 import io
+import re
 from asyncio import CancelledError
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -17,9 +18,10 @@ from django.db.transaction import TransactionManagementError
 from pytest_django import Settings
 
 from idempotency import reaper
+from idempotency.inbox import STAGED_JOBS
 from idempotency.models import IdempotencyKey, JobGroup, ProcessedMessage, StagedJob
 from idempotency.monitoring.measures import keys_to_reap
-from idempotency.reaper import ReapPass, reap_once
+from idempotency.reaper import ReapPass, _old_messages, reap_once
 from idempotency.signals import key_stuck
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago, expired_key, expired_keys, lock_end, make_older
@@ -399,6 +401,27 @@ def test_old_messages_go_and_younger_ones_stay():
         ProcessedMessage.objects.create(source="s", message_id=str(age), processed_at=ago(days=age))
     assert reap_once(batch_size=1) == ReapPass(messages=2)
     assert ProcessedMessage.objects.get().message_id == "29"
+
+
+def test_the_message_of_a_staged_job_stays():
+    staged = StagedJobFactory()
+    for message_id in (str(staged.pk), staged.pk.hex, str(uuid4()), "no-uuid"):
+        ProcessedMessage.objects.create(
+            source=STAGED_JOBS, message_id=message_id, processed_at=ago(days=31)
+        )
+    assert reap_once() == ReapPass(messages=2)
+    assert all(UUID(each.message_id) == staged.pk for each in ProcessedMessage.objects.all())
+
+
+@pytest.mark.postgres
+def test_a_staged_job_is_found_by_its_primary_key():
+    """Otherwise each old message reads all staged jobs if their ids do not fit into work_mem."""
+    StagedJob.objects.bulk_create(StagedJobFactory.build_batch(3000))
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE idempotency_stagedjob")
+        cursor.execute("SET LOCAL work_mem = '64kB'; SET LOCAL hash_mem_multiplier = 1")
+    plan = _old_messages("default").explain()
+    assert re.search(r"idempotency_stagedjob_pkey .*\n +Index Cond: \(id = CASE", plan)
 
 
 def test_progress_is_told_after_each_batch():
