@@ -100,13 +100,9 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
     If a queued ``__aexit__`` were cancelled, its transaction would stay open and include later
     writes.
     """
-    context, cancelled = copy_context(), None
+    context = copy_context()
     work = asyncio.create_task(sync_to_async(function)(*args), context=context)
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
+    cancelled = await _end_of(work)
     here = copy_context()
     # Copy the context variables that hooks and receivers have set there.
     for variable, value in context.items():
@@ -115,6 +111,17 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
     if cancelled is not None and not work.cancelled():
         raise cancelled from work.exception()
     return work.result()
+
+
+async def _end_of(work: asyncio.Task[Any]) -> asyncio.CancelledError | None:
+    """Wait for the end of another task, and return the last cancellation of this one meanwhile."""
+    cancelled = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 def either_context(
@@ -138,14 +145,21 @@ def either_context(
     return decorate
 
 
-def awaited(result: Any) -> Any:
+def awaited(result: Any, *, to_end: bool = False) -> Any:
     """Return the result of a function. Await it if it is a coroutine; its database calls stay in
-    this thread."""
+    this thread. ASGI cancels it if the client hangs up, except ``to_end``: like the caller, it then
+    goes on."""
 
     async def run() -> Any:
         return await result
 
-    return async_to_sync(run)() if hasattr(type(result), "__await__") else result
+    async def run_to_end() -> Any:
+        await _end_of(work := asyncio.create_task(run()))
+        return work.result()
+
+    if hasattr(type(result), "__await__"):
+        return async_to_sync(run_to_end if to_end else run)()
+    return result
 
 
 def in_own_context(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -51,7 +51,7 @@ class ServiceCall(Generic[Given, Made]):
     def _value(
         self, function: Callable[..., Any], key: str, given: Callable[[], dict[str, Any]]
     ) -> Any:
-        value = awaited(function(key, **given()))
+        value = awaited(function(key, **given()), to_end=True)  # The service may have acted.
         refuse_generator(self.name, value)
         if isinstance(value, Rejected):
             raise value

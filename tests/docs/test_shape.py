@@ -14,7 +14,7 @@ MODULES = sorted(path for path in APP.rglob("*.py") if "migrations" not in path.
 #: The lines of code and the tokens of a part. If a new promise needs more, say which one in the
 #: commit that raises a figure; if code goes, lower the figure.
 BUDGETS = {
-    "engine": (6055, 44395),
+    "engine": (6070, 44480),
     "http": (2473, 19818),
     "operations": (851, 6529),
     "jobs": (903, 6870),

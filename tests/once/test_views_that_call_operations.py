@@ -1,5 +1,7 @@
 """Views that only call an operation: ``problems`` and ``key_of`` of ``idempotency.http``."""
 
+import asyncio
+import json
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import RequestFactory
 from django.urls import path
 from django.views import View
+from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_POST
 from ninja import NinjaAPI
 from pytest_django import Settings
@@ -30,7 +33,9 @@ from idempotency.exceptions import (
 from idempotency.http import key_of, not_stored, problems
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
+from tests.kit.asgi import ask, begin, run
 from tests.kit.serving import Sender, problem
+from tests.kit.threads import WAIT_SECONDS
 from tests.kit.views import create, plain
 from tests.models import Account, Entry
 from tests.operations import Bank, charge, note, pay
@@ -310,6 +315,40 @@ def test_a_protected_view_in_the_transaction_of_an_operation_is_refused(
         charge.once("key", name="one", cents=5)
     assert "was entered inside the transaction of another run" in str(caught.value.__cause__)
     assert not Entry.objects.exists()
+
+
+@pytest.mark.postgres
+def test_an_async_call_of_a_sync_view_goes_on_after_its_client_has_hung_up(
+    serve: Any, bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a payment would be in doubt each time a browser tab is closed."""
+
+    async def scenario() -> None:
+        reached, hung_up = asyncio.Event(), asyncio.Event()
+
+        async def transfer(key: str, cents: int) -> int:
+            bank.requests += 1
+            reached.set()
+            await hung_up.wait()
+            return 7
+
+        monkeypatch.setattr(bank, "transfer", transfer)
+        serve(view=csrf_exempt(charging))
+        application = await begin("/view/", "key-1", b"{}")
+        await asyncio.wait_for(reached.wait(), WAIT_SECONDS)
+        await application.send_input({"type": "http.disconnect"})
+        await asyncio.sleep(0.1)  # time for a cancellation
+        hung_up.set()
+        await application.wait(WAIT_SECONDS)
+        status, _, content = await ask("/view/", "key-1")
+        assert (status, json.loads(content), bank.requests) == (201, {"transfer": 7}, 1)
+
+    run(scenario)
+
+
+@problems
+def charging(request: HttpRequest) -> JsonResponse:
+    return JsonResponse(charge.once(key_of(request), name="one", cents=5), status=201)
 
 
 def info_of(request: Any, *parts: str | int, context: Any = None) -> Any:
