@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -102,25 +102,25 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
     """
     context = copy_context()
     work = asyncio.create_task(sync_to_async(function)(*args), context=context)
-    cancelled = await _end_of(work)
-    here = copy_context()
-    # Copy the context variables that hooks and receivers have set there.
-    for variable, value in context.items():
-        if variable not in here or here[variable] is not value:
-            variable.set(value)
+    cancelled = await _end_of(work, context)
     if cancelled is not None and not work.cancelled():
         raise cancelled from work.exception()
     return work.result()
 
 
-async def _end_of(work: asyncio.Task[Any]) -> asyncio.CancelledError | None:
-    """Wait for the end of another task, and return the last cancellation of this one meanwhile."""
+async def _end_of(work: asyncio.Task[Any], context: Context) -> asyncio.CancelledError | None:
+    """Wait for the end of a task in another context, and return the last cancellation of this task
+    meanwhile. Copy the context variables that were set there, for example by hooks."""
     cancelled = None
     while not work.done():
         try:
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancelled = error
+    here = copy_context()
+    for variable, value in context.items():
+        if variable not in here or here[variable] is not value:
+            variable.set(value)
     return cancelled
 
 
@@ -154,7 +154,8 @@ def awaited(result: Any, *, to_end: bool = False) -> Any:
         return await result
 
     async def run_to_end() -> Any:
-        await _end_of(work := asyncio.create_task(run()))
+        work = asyncio.create_task(run(), context=(context := copy_context()))
+        await _end_of(work, context)
         return work.result()
 
     if hasattr(type(result), "__await__"):

@@ -153,9 +153,9 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     # A staged job may be handed over again, so its message must not be forgotten. Its primary key
     # is compared: without an index, each message would read all staged jobs.
     pk = Cast(Replace("message_id", Value("-")), UUIDField())  # SQLite has UUIDs without hyphens.
-    jobs = StagedJob.objects.using(alias).filter(pk=OuterRef("job"))
-    found = old.annotate(job=Case(When(message_id__regex="^([0-9a-f]-?){32}$", then=pk)))
-    return found.exclude(Exists(jobs), source=STAGED_JOBS)
+    jobs = StagedJob.objects.using(alias).filter(pk=OuterRef("idempotency_job"))
+    job = Case(When(message_id__regex="^([0-9a-f]-?){32}$", then=pk))
+    return old.annotate(idempotency_job=job).exclude(Exists(jobs), source=STAGED_JOBS)
 
 
 def _unused_groups(alias: str) -> QuerySet[JobGroup]:

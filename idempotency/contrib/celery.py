@@ -212,10 +212,10 @@ class CeleryBackend(OneByOne):
 
     def __init__(self) -> None:
         self.app = self.app or current_app._get_current_object()
-        self._broker = Broker()
-        self._imported = False
-        is_default = self.follow_up_seconds is CeleryBackend.follow_up_seconds  # no subclass set it
-        if is_default and self.app.connection_for_write().transport.driver_type != "redis":
+        self._broker, self._imported = Broker(), False
+        setter = next(each for each in type(self).__mro__ if "follow_up_seconds" in vars(each))
+        is_redis = self.app.connection_for_write().transport.driver_type == "redis"
+        if setter is CeleryBackend and not is_redis:
             self.follow_up_seconds = None
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:

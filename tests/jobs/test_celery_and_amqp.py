@@ -132,7 +132,7 @@ def test_the_app_of_a_subclass_decides_whether_its_jobs_may_be_lost() -> None:
         app = Celery(broker="redis://", set_as_current=False)
 
     class Kept(OnRabbitMQ):
-        follow_up_seconds = 600
+        follow_up_seconds = CeleryBackend.follow_up_seconds
 
     backends = OnRabbitMQ(), OnRedis(), Kept()
     assert [each.follow_up_seconds for each in backends] == [None, 600, 600]

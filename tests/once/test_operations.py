@@ -80,7 +80,11 @@ def test_o03_each_user_has_keys_of_their_own() -> None:
     assert IdempotencyKey.objects.get(user_id=7).scope == "tests.note:user:7"
 
 
-@pytest.mark.parametrize("other", [AnonymousUser(), Group(pk=7), get_user_model()()], ids=repr)
+@pytest.mark.parametrize(
+    "other",
+    [AnonymousUser(), Group(pk=7), get_user_model()()],
+    ids=lambda other: type(other).__name__,
+)
 def test_what_is_not_a_saved_user_needs_a_scope(other: Any) -> None:
     """Anonymous users must not share keys, and a partner must not get the result of a user of the
     same id."""

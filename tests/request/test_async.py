@@ -4,6 +4,7 @@ event loop."""
 import asyncio
 import json
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from django.test import AsyncClient, RequestFactory
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
+from idempotency._async import awaited
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.jobs import astage_job
@@ -318,3 +320,13 @@ def test_an_async_view_that_uses_the_form_of_a_sync_view_reads_the_right_one(
     serve(view=view)
     assert sender.send().status_code == 500
     assert word in caplog.text
+
+
+@pytest.mark.parametrize("to_end", [False, True])
+def test_what_a_coroutine_sets_in_the_context_reaches_its_sync_caller(to_end: bool) -> None:
+    async def work() -> str:
+        variable.set("set")
+        return "returned"
+
+    variable = ContextVar("variable", default="")
+    assert (awaited(work(), to_end=to_end), variable.get()) == ("returned", "set")
