@@ -47,6 +47,17 @@ async def ask(path: str, key: str, body: bytes = b"{}") -> tuple[int, dict[str, 
     )
 
 
+async def hang_up(path: str, reached: asyncio.Event, hung_up: asyncio.Event) -> None:
+    """Send one request, and close its connection when it has ``reached`` a place of the view. Then
+    set ``hung_up``, and wait for the end of the request."""
+    application = await begin(path, "key-1", b"{}")
+    await asyncio.wait_for(reached.wait(), WAIT_SECONDS)
+    await application.send_input({"type": "http.disconnect"})
+    await asyncio.sleep(0.1)  # time for a cancellation
+    hung_up.set()
+    await application.wait(WAIT_SECONDS)
+
+
 def run(scenario: Callable[[], Any]) -> None:
     """Run a scenario on a new event loop, and close the connections that its queries opened."""
 

@@ -33,9 +33,8 @@ from idempotency.exceptions import (
 from idempotency.http import key_of, not_stored, problems
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.kit.asgi import ask, begin, run
+from tests.kit.asgi import ask, hang_up, run
 from tests.kit.serving import Sender, problem
-from tests.kit.threads import WAIT_SECONDS
 from tests.kit.views import create, plain
 from tests.models import Account, Entry
 from tests.operations import Bank, charge, note, pay
@@ -56,6 +55,11 @@ def note_view(request: HttpRequest, name: str = "one") -> JsonResponse:
 async def note_async(request: HttpRequest) -> JsonResponse:
     result = await note.aonce(key_of(request), name="one", **request.GET.dict())
     return JsonResponse(result, status=201)
+
+
+@problems
+def charging(request: HttpRequest) -> JsonResponse:
+    return JsonResponse(charge.once(key_of(request), name="one", cents=5), status=201)
 
 
 class NoteView(View):
@@ -334,21 +338,11 @@ def test_an_async_call_of_a_sync_view_goes_on_after_its_client_has_hung_up(
 
         monkeypatch.setattr(bank, "transfer", transfer)
         serve(view=csrf_exempt(charging))
-        application = await begin("/view/", "key-1", b"{}")
-        await asyncio.wait_for(reached.wait(), WAIT_SECONDS)
-        await application.send_input({"type": "http.disconnect"})
-        await asyncio.sleep(0.1)  # time for a cancellation
-        hung_up.set()
-        await application.wait(WAIT_SECONDS)
+        await hang_up("/view/", reached, hung_up)
         status, _, content = await ask("/view/", "key-1")
         assert (status, json.loads(content), bank.requests) == (201, {"transfer": 7}, 1)
 
     run(scenario)
-
-
-@problems
-def charging(request: HttpRequest) -> JsonResponse:
-    return JsonResponse(charge.once(key_of(request), name="one", cents=5), status=201)
 
 
 def info_of(request: Any, *parts: str | int, context: Any = None) -> Any:

@@ -22,7 +22,7 @@ from idempotency.jobs import astage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.phases import atomic_phase
 from tests.kit.ageing import make_older
-from tests.kit.asgi import ask, begin, run
+from tests.kit.asgi import ask, begin, hang_up, run
 from tests.kit.serving import Sender
 from tests.models import Entry
 
@@ -242,12 +242,7 @@ def test_a_phased_view_goes_on_after_its_client_has_hung_up(
             return key.response()
 
         serve(view=view)
-        application = await begin("/view/", "key-1", b"{}")
-        await asyncio.wait_for(reached.wait(), WAIT_SECONDS)
-        await application.send_input({"type": "http.disconnect"})
-        await asyncio.sleep(0.1)  # time for a cancellation
-        hung_up.set()
-        await application.wait(WAIT_SECONDS)
+        await hang_up("/view/", reached, hung_up)
         status, headers, _ = await ask("/view/", "key-1")
         assert (status, "Idempotent-Replayed" in headers, sent) == (201, True, ["sms"])
 
