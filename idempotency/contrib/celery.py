@@ -5,7 +5,7 @@ and its own time limits, routes and retries. The backend refuses tasks without t
 """
 
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from inspect import isawaitable
@@ -24,44 +24,37 @@ from idempotency._job_run import RETRIED, is_uncounted, job_run
 from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text
 from idempotency.backends import OneByOne
-from idempotency.contrib.celery_delivery import Broker, OnceRequest, unavailable, was_cut
+from idempotency.contrib.celery_delivery import (
+    Broker,
+    OnceRequest,
+    retry_of_option,
+    retry_or_return,
+    unavailable,
+    was_cut,
+)
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
 from idempotency.jobs import call_job, refuse_generator, refuse_module, shard_of, trace_of
 from idempotency.models import StagedJob
 
 #: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
-#: The headers with the number of runs of a task without a database, and with the trace of the job.
-_OUTAGES_HEADER, _TRACE_HEADER = "idempotency_outages", "idempotency_trace"
-_HEADERS = (SHARD_HEADER, _OUTAGES_HEADER, _TRACE_HEADER)
+#: The headers with the trace and the queue of the job, which no delivery tells.
+_TRACE_HEADER, _QUEUE_HEADER = "idempotency_trace", "idempotency_queue"
+#: The header with the number of runs of a task without a database.
+_OUTAGES_HEADER = "idempotency_outages"
+_OF_JOB = SHARD_HEADER, _TRACE_HEADER, _QUEUE_HEADER
+_DESTINATION = {"queue", "exchange", "routing_key"}
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
 #: The longest wait in seconds: RabbitMQ permits no worker to hold a message for 30 minutes.
 _MAX_WAIT = 900
 
 
-def _retry(retry: Callable[..., Any], given: Arguments) -> Any:
-    """Retry a task by its method ``retry``. If the next try cannot be published, the message of
-    this try returns to the broker; Celery would discard the message."""
-    try:
-        return given.passed_to(retry)
-    except Reject as error:
-        raise Reject(error.reason, requeue=True) from error
-
-
-def _retry_of_option(self: Task, *args: Any, **options: Any) -> Any:
-    given = Arguments(args, options)
-    del args, options
-    # Celery makes a subclass of the task's base, whose attributes are the options.
-    owners: Any = [it for it in type(self).__mro__ if vars(it).get("retry") is _retry_of_option]
-    return _retry(super(owners[-1], self).retry, given)
-
-
 #: The options of a task that calls an operation: ``@shared_task(**RETRIES)``. The broker keeps the
 #: message until the task has run, also if its process is killed. If the operation is in progress,
 #: unavailable or unfinished, the task is retried without limit, after waits of up to ten minutes.
 RETRIES: dict[str, Any] = {
-    "retry": _retry_of_option,
+    "retry": retry_of_option,
     "acks_late": True,
     "reject_on_worker_lost": True,
     "Request": OnceRequest,
@@ -154,17 +147,22 @@ class OnceTask(Task):  # type: ignore[misc]
         return result
 
     def retry(self, *args: Any, **options: Any) -> Any:
-        """Retry as in any task. If the next try cannot be published, the message of this try
-        returns to the broker."""
-        found = {name: self.request.get(name) for name in _HEADERS}
+        """Retry as in any task, in the queue of the job. If the next try cannot be published, the
+        message of this try returns to the broker."""
+        found = {name: self.request.get(name) for name in (*_OF_JOB, _OUTAGES_HEADER)}
         headers = {name: value for name, value in found.items() if value is not None}
         # Headers that are given here, or that a tracer has sent, replace those of the message.
         if headers:
             former = self.request.as_execution_options()["headers"]
             options["headers"] = former | headers | (options.get("headers") or {})
+        queue = headers.get(_QUEUE_HEADER)
+        # RabbitMQ delays a retry behind a topic exchange, for the default queue unless it is told
+        # another one. The queues of the project that has staged the job may be others.
+        if queue in self.app.amqp.queues and not _DESTINATION & options.keys():
+            options["queue"] = queue
         given = Arguments(args, options)
         del args, options
-        return _retry(super().retry, given)
+        return retry_or_return(super().retry, given)
 
     def _uncounted_retry(self, request: Hidden[Any], reason: BaseException) -> Any:
         """Retry without counting a try; the wait doubles with each such run."""
@@ -232,7 +230,8 @@ class CeleryBackend(OneByOne):
         was_connected = self._broker.is_connected
         producer = self._broker.producer(self.app)
         by_name = isinstance(job.job_args, dict)
-        headers = (SHARD_HEADER, shard_of(job)), (_TRACE_HEADER, trace_of(job))
+        chosen = None if queue == "default" else queue
+        own = zip(_OF_JOB, (shard_of(job), trace_of(job), chosen), strict=True)
         try:
             self.app.send_task(
                 job.job_name,
@@ -243,8 +242,8 @@ class CeleryBackend(OneByOne):
                 retry=False,
                 ignore_result=True,
                 add_to_parent=False,
-                headers={name: value for name, value in headers if value is not None} or None,
-                **({} if queue == "default" else {"queue": queue}),
+                headers={name: value for name, value in own if value is not None} or None,
+                **({"queue": chosen} if chosen else {}),
             )
         except BrokerError as error:
             self._broker.disconnect()

@@ -1,16 +1,19 @@
-"""The delivery of Celery's tasks: the connection to the broker, and the request of a worker."""
+"""The delivery of Celery's tasks: the connection to the broker, the request of a worker, and its
+retry."""
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from celery import Celery
-from celery.exceptions import TimeLimitExceeded
+from celery import Celery, Task
+from celery.exceptions import Reject, TimeLimitExceeded
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 from kombu.exceptions import OperationalError as BrokerError
 
+from idempotency._hidden import Arguments
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable
 
 logger = logging.getLogger("idempotency")
@@ -96,6 +99,24 @@ class OnceRequest(Request):  # type: ignore[misc]
         """Ignore the failure at a hard limit, because a process pool calls ``on_timeout`` next."""
         if exc_info.type is not TimeLimitExceeded:
             super().on_failure(exc_info, **options)
+
+
+def retry_or_return(retry: Callable[..., Any], given: Arguments) -> Any:
+    """Retry a task by its method ``retry``. If the next try cannot be published, the message of
+    this try returns to the broker; Celery would discard the message."""
+    try:
+        return given.passed_to(retry)
+    except Reject as error:
+        raise Reject(error.reason, requeue=True) from error
+
+
+def retry_of_option(self: Task, *args: Any, **options: Any) -> Any:
+    """Be the method ``retry`` of a task that has this function as an option."""
+    given = Arguments(args, options)
+    del args, options
+    # Celery makes a subclass of the task's base, whose attributes are the options.
+    owners: Any = [it for it in type(self).__mro__ if vars(it).get("retry") is retry_of_option]
+    return retry_or_return(super(owners[-1], self).retry, given)
 
 
 def _of_sentinels(connection: Any, bounds: dict[str, Any]) -> dict[str, Any]:

@@ -241,6 +241,46 @@ def test_each_retry_uses_the_database_of_the_job(worker, user, mark, of_message,
     assert worker.finish(result) == ["default"]
 
 
+@pytest.mark.parametrize(
+    ("queue", "of_retry", "expected"),
+    [
+        ("celery", {}, {"queue": "celery"}),
+        ("unknown", {}, {"exchange": "payments", "routing_key": "eu"}),
+        ("celery", {"queue": "other"}, {"queue": "other"}),
+        ("celery", {"routing_key": "other"}, {"exchange": "payments", "routing_key": "other"}),
+    ],
+)
+def test_a_retry_returns_to_the_queue_of_the_job(queue, of_retry, expected, monkeypatch):
+    sent = []
+
+    name = f"tests.goes_on.{queue}.{'.'.join(of_retry)}"
+
+    @app.task(base=OnceTask, bind=True, name=name)
+    def goes_on_elsewhere(self):
+        self.retry(**of_retry)
+
+    monkeypatch.setattr(Signature, "apply_async", lambda self: sent.append(self.options))
+    delivered = {"exchange": "payments", "routing_key": "eu"}
+    goes_on_elsewhere.push_request(
+        id="1",
+        called_directly=False,
+        retries=0,
+        args=[],
+        kwargs={},
+        headers={},
+        idempotency_queue=queue,
+        delivery_info=delivered,
+    )
+    try:
+        with pytest.raises(Retry):
+            goes_on_elsewhere()
+    finally:
+        goes_on_elsewhere.pop_request()
+    where = ("queue", "exchange", "routing_key")
+    assert {name: sent[0][name] for name in where if name in sent[0]} == expected
+    assert sent[0]["headers"]["idempotency_queue"] == queue
+
+
 def test_no_task_is_taken_that_is_lost_with_its_process(settings, monkeypatch):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
     backend = CeleryBackend()

@@ -16,6 +16,7 @@ from pika.channel import Channel
 from pika.exceptions import AMQPError
 from pytest_django import Settings
 
+from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.rabbitmq import on_message
 from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
 from idempotency.models import ProcessedMessage, StagedJob
@@ -23,8 +24,11 @@ from rides_demo.processes.brokers import RabbitMQ
 from rides_demo.processes.debian import NotToBeHad
 from tests.factories import StagedJobFactory
 from tests.kit.ageing import ago
+from tests.kit.commands import start
 from tests.kit.kills import assert_kills_lose_nothing_and_repeat_nothing
+from tests.kit.waiting import eventually
 from tests.models import Entry
+from tests.processes.delayed_celery import QUEUE, TASK, app_of
 from tests.processes.service import JOB
 
 pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
@@ -211,6 +215,21 @@ def test_a_broker_that_does_not_answer_burns_no_attempt(
 
     assert enqueue_once().handed_over >= 1
     assert StagedJob.objects.get(job_args__name="later").hand_overs == 1
+
+
+def test_a_retry_that_rabbitmq_delays_returns_to_the_queue_of_its_job(
+    server: RabbitMQ,
+) -> None:
+    """Celery itself sends it to the default queue."""
+    server.start()
+    backend = CeleryBackend()
+    backend.app = app_of(server.url)
+    job: StagedJob = StagedJobFactory(job_name=TASK, queue=QUEUE, job_args={"name": "delayed"})
+    backend.hand_over_one(QUEUE, job)
+    backend._broker.disconnect()
+    worker = f"from tests.processes.delayed_celery import work; work({server.url!r})"
+    with start(python=f"import django; django.setup(); {worker}"):
+        eventually(Entry.objects.exists, 60)
 
 
 @pytest.mark.parametrize(("kind", "queue", "backend"), KINDS)
