@@ -25,8 +25,10 @@ from idempotency._records import STAGED_OPERATION
 from idempotency._text import error_text
 from idempotency.backends import OneByOne
 from idempotency.contrib.celery_delivery import (
+    QUEUE_HEADER,
     Broker,
     OnceRequest,
+    keep_queue,
     retry_of_option,
     retry_or_return,
     unavailable,
@@ -38,12 +40,9 @@ from idempotency.models import StagedJob
 
 #: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
-#: The headers with the trace and the queue of the job, which no delivery tells.
-_TRACE_HEADER, _QUEUE_HEADER = "idempotency_trace", "idempotency_queue"
-#: The header with the number of runs of a task without a database.
-_OUTAGES_HEADER = "idempotency_outages"
-_OF_JOB = SHARD_HEADER, _TRACE_HEADER, _QUEUE_HEADER
-_DESTINATION = {"queue", "exchange", "routing_key"}
+#: The headers with the number of runs of a task without a database, and with the trace of the job.
+_OUTAGES_HEADER, _TRACE_HEADER = "idempotency_outages", "idempotency_trace"
+_OF_JOB = SHARD_HEADER, _TRACE_HEADER, QUEUE_HEADER
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
 #: The longest wait in seconds: RabbitMQ permits no worker to hold a message for 30 minutes.
@@ -153,13 +152,9 @@ class OnceTask(Task):  # type: ignore[misc]
         headers = {name: value for name, value in found.items() if value is not None}
         # Headers that are given here, or that a tracer has sent, replace those of the message.
         if headers:
+            keep_queue(self.app, headers, options)
             former = self.request.as_execution_options()["headers"]
             options["headers"] = former | headers | (options.get("headers") or {})
-        queue = headers.get(_QUEUE_HEADER)
-        # RabbitMQ delays a retry behind a topic exchange, for the default queue unless it is told
-        # another one. The queues of the project that has staged the job may be others.
-        if queue in self.app.amqp.queues and not _DESTINATION & options.keys():
-            options["queue"] = queue
         given = Arguments(args, options)
         del args, options
         return retry_or_return(super().retry, given)

@@ -18,6 +18,10 @@ from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable
 
 logger = logging.getLogger("idempotency")
 
+#: The header with the queue of a staged job, which Celery does not tell the task.
+QUEUE_HEADER = "idempotency_queue"
+_DESTINATION = {"queue", "exchange", "routing_key"}
+
 #: The time limits of calls to the broker. A failed call is not retried at once, but by the next
 #: pass.
 _REDIS = {"max_retries": 0, "socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS}
@@ -99,6 +103,21 @@ class OnceRequest(Request):  # type: ignore[misc]
         """Ignore the failure at a hard limit, because a process pool calls ``on_timeout`` next."""
         if exc_info.type is not TimeLimitExceeded:
             super().on_failure(exc_info, **options)
+
+
+def keep_queue(app: Celery, headers: dict[str, Any], options: dict[str, Any]) -> None:
+    """Send a retry to the queue in its headers. If its options name another destination, later
+    retries go there too.
+
+    Behind a topic exchange, RabbitMQ delays retries, and Celery sends them to the default queue.
+    The worker may not know the queue, because its project has other names for the queues.
+    """
+    queue = headers.get(QUEUE_HEADER)
+    if queue and _DESTINATION & options.keys():
+        given = options.get("queue")
+        headers[QUEUE_HEADER] = getattr(given, "name", given)
+    elif queue in app.amqp.queues:
+        options["queue"] = queue
 
 
 def retry_or_return(retry: Callable[..., Any], given: Arguments) -> Any:

@@ -12,6 +12,7 @@ from celery import chord
 from celery.canvas import Signature
 from celery.exceptions import Reject, Retry
 from celery.result import AsyncResult
+from kombu import Queue
 
 from idempotency.contrib.celery import SHARD_HEADER, CeleryBackend, OnceTask
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -242,43 +243,38 @@ def test_each_retry_uses_the_database_of_the_job(worker, user, mark, of_message,
 
 
 @pytest.mark.parametrize(
-    ("queue", "of_retry", "expected"),
+    ("queue", "of_retry", "expected", "next_queue"),
     [
-        ("celery", {}, {"queue": "celery"}),
-        ("unknown", {}, {"exchange": "payments", "routing_key": "eu"}),
-        ("celery", {"queue": "other"}, {"queue": "other"}),
-        ("celery", {"routing_key": "other"}, {"exchange": "payments", "routing_key": "other"}),
+        ("celery", {}, {"queue": "celery"}, "celery"),
+        ("unknown", {}, {"exchange": "payments", "routing_key": "eu"}, "unknown"),
+        ("celery", {"queue": "slow"}, {"queue": "slow"}, "slow"),
+        ("celery", {"queue": Queue("slow")}, {"queue": Queue("slow")}, "slow"),
+        ("celery", {"routing_key": "us"}, {"exchange": "payments", "routing_key": "us"}, None),
     ],
 )
-def test_a_retry_returns_to_the_queue_of_the_job(queue, of_retry, expected, monkeypatch):
+def test_a_retry_goes_to_the_queue_of_the_job_or_of_the_last_retry(
+    queue, of_retry, expected, next_queue, monkeypatch
+):
     sent = []
 
-    name = f"tests.goes_on.{queue}.{'.'.join(of_retry)}"
-
-    @app.task(base=OnceTask, bind=True, name=name)
-    def goes_on_elsewhere(self):
+    @app.task(base=OnceTask, bind=True, name=f"tests.goes_on.{queue}.{of_retry}")
+    def goes_on(self):
         self.retry(**of_retry)
 
     monkeypatch.setattr(Signature, "apply_async", lambda self: sent.append(self.options))
+    message = {"args": [], "kwargs": {}, "headers": {}, "idempotency_queue": queue}
     delivered = {"exchange": "payments", "routing_key": "eu"}
-    goes_on_elsewhere.push_request(
-        id="1",
-        called_directly=False,
-        retries=0,
-        args=[],
-        kwargs={},
-        headers={},
-        idempotency_queue=queue,
-        delivery_info=delivered,
+    goes_on.push_request(
+        id="1", called_directly=False, retries=0, delivery_info=delivered, **message
     )
     try:
         with pytest.raises(Retry):
-            goes_on_elsewhere()
+            goes_on()
     finally:
-        goes_on_elsewhere.pop_request()
+        goes_on.pop_request()
     where = ("queue", "exchange", "routing_key")
     assert {name: sent[0][name] for name in where if name in sent[0]} == expected
-    assert sent[0]["headers"]["idempotency_queue"] == queue
+    assert sent[0]["headers"]["idempotency_queue"] == next_queue
 
 
 def test_no_task_is_taken_that_is_lost_with_its_process(settings, monkeypatch):
