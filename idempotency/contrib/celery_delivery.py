@@ -11,6 +11,7 @@ from celery import Celery, Task
 from celery.exceptions import Reject, TimeLimitExceeded
 from celery.worker.request import Request
 from celery.worker.state import task_ready
+from kombu.entity import Queue
 from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency._hidden import Arguments
@@ -20,7 +21,7 @@ logger = logging.getLogger("idempotency")
 
 #: The header with the queue of a staged job, which Celery does not tell the task.
 QUEUE_HEADER = "idempotency_queue"
-_DESTINATION = {"queue", "exchange", "routing_key"}
+_DESTINATION = "queue", "exchange", "routing_key"
 
 #: The time limits of calls to the broker. A failed call is not retried at once, but by the next
 #: pass.
@@ -106,16 +107,15 @@ class OnceRequest(Request):  # type: ignore[misc]
 
 
 def keep_queue(app: Celery, headers: dict[str, Any], options: dict[str, Any]) -> None:
-    """Send a retry to the queue in its headers. If its options name another destination, later
-    retries go there too.
+    """Send a retry to the queue in its headers, unless its options name another destination. If
+    they name a queue, later retries go there too.
 
     Behind a topic exchange, RabbitMQ delays retries, and Celery sends them to the default queue.
     The worker may not know the queue, because its project has other names for the queues.
     """
-    queue = headers.get(QUEUE_HEADER)
-    if queue and _DESTINATION & options.keys():
-        given = options.get("queue")
-        headers[QUEUE_HEADER] = getattr(given, "name", given)
+    queue, given = headers.get(QUEUE_HEADER), options.get("queue")
+    if queue and any(map(options.get, _DESTINATION)):
+        headers[QUEUE_HEADER] = given.name if isinstance(given, Queue) else given
     elif queue in app.amqp.queues:
         options["queue"] = queue
 

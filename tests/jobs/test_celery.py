@@ -12,6 +12,7 @@ from celery import chord
 from celery.canvas import Signature
 from celery.exceptions import Reject, Retry
 from celery.result import AsyncResult
+from django.db.models import TextChoices
 from kombu import Queue
 
 from idempotency.contrib.celery import SHARD_HEADER, CeleryBackend, OnceTask
@@ -242,6 +243,12 @@ def test_each_retry_uses_the_database_of_the_job(worker, user, mark, of_message,
     assert worker.finish(result) == ["default"]
 
 
+class Pool(TextChoices):
+    """The queues of a project."""
+
+    SLOW = "slow"
+
+
 @pytest.mark.parametrize(
     ("queue", "of_retry", "expected", "next_queue"),
     [
@@ -249,6 +256,8 @@ def test_each_retry_uses_the_database_of_the_job(worker, user, mark, of_message,
         ("unknown", {}, {"exchange": "payments", "routing_key": "eu"}, "unknown"),
         ("celery", {"queue": "slow"}, {"queue": "slow"}, "slow"),
         ("celery", {"queue": Queue("slow")}, {"queue": Queue("slow")}, "slow"),
+        ("celery", {"queue": Pool.SLOW}, {"queue": "slow"}, "slow"),
+        ("celery", {"queue": None}, {"queue": "celery"}, "celery"),
         ("celery", {"routing_key": "us"}, {"exchange": "payments", "routing_key": "us"}, None),
     ],
 )
