@@ -40,7 +40,7 @@ from idempotency.models import StagedJob
 
 #: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
-#: The headers with the number of runs of a task without a database, and with the trace of the job.
+#: The headers with the number of runs that are not counted as tries, and with the trace of the job.
 _OUTAGES_HEADER, _TRACE_HEADER = "idempotency_outages", "idempotency_trace"
 _OF_JOB = SHARD_HEADER, _TRACE_HEADER, QUEUE_HEADER
 #: The attribute of a request whose run has begun. Each delivery has its own request.

@@ -1,5 +1,5 @@
-"""The delivery of Celery's tasks: the connection to the broker, the request of a worker, and its
-retry."""
+"""The delivery of Celery's tasks: the connection to the broker, the request of a worker, and the
+retry of a task."""
 
 import logging
 import threading
@@ -110,8 +110,8 @@ def keep_queue(app: Celery, headers: dict[str, Any], options: dict[str, Any]) ->
     """Send a retry to the queue in its headers, unless its options name another destination. If
     they name a queue, later retries go there too.
 
-    Behind a topic exchange, RabbitMQ delays retries, and Celery sends them to the default queue.
-    The worker may not know the queue, because its project has other names for the queues.
+    Behind a topic exchange, RabbitMQ delays retries, and Celery sends them to the default queue. If
+    the app does not know the queue of a job, which another project may have staged, Celery decides.
     """
     queue, given = headers.get(QUEUE_HEADER), options.get("queue")
     if queue and any(map(options.get, _DESTINATION)):
@@ -130,7 +130,7 @@ def retry_or_return(retry: Callable[..., Any], given: Arguments) -> Any:
 
 
 def retry_of_option(self: Task, *args: Any, **options: Any) -> Any:
-    """Be the method ``retry`` of a task that has this function as an option."""
+    """Retry a task whose option ``retry`` is this function."""
     given = Arguments(args, options)
     del args, options
     # Celery makes a subclass of the task's base, whose attributes are the options.
